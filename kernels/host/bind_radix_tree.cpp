@@ -1,0 +1,5 @@
+#include "bindings.hpp"
+
+namespace cachesvc {
+void bind_radix_tree(nanobind::module_&) {}
+}  // namespace cachesvc

@@ -1,0 +1,13 @@
+#include "bindings.hpp"
+
+NB_MODULE(_core, m) {
+    using namespace cachesvc;
+    m.doc() = "Native core of cachesvc; use the typed faces in cachekernels.*";
+    bind_radix_tree(m);
+    bind_page_keys(m);
+    bind_page_format(m);
+    bind_region(m);
+    bind_page_index(m);
+    bind_paged_copy(m);
+    bind_file_io(m);
+}
