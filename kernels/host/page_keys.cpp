@@ -1,0 +1,90 @@
+#include "page_keys.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "sha256.hpp"
+
+namespace cachesvc {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "tokens are hashed as they lie in memory: u32 little-endian");
+
+constexpr char root_tag[] = "cs1/root";
+constexpr char next_tag[] = "cs1/next";
+constexpr char wrap_tag[] = "cs1/wrap";
+constexpr size_t tag_bytes = 8;
+
+// Hash schemes of engines whose output an attacker cannot steer: each is a full-length cryptographic digest.
+struct Scheme {
+    std::string_view name;
+    size_t hash_bytes;
+};
+constexpr std::array<Scheme, 3> schemes{{{"sha256", 32}, {"sha256_cbor", 32}, {"blake3", 32}}};
+constexpr std::string_view scheme_names = "sha256, sha256_cbor, blake3";
+
+const Scheme& find_scheme(std::string_view name) {
+    const auto* found = std::find_if(schemes.begin(), schemes.end(), [&](const Scheme& s) { return s.name == name; });
+    if (found != schemes.end()) return *found;
+    throw std::invalid_argument("hash scheme '" + std::string(name) +
+                                "' is not known to be collision resistant; accepted: " + std::string(scheme_names));
+}
+
+}  // namespace
+
+void root_key(const uint8_t ns[32], const uint8_t scope[32], const uint32_t* tokens, size_t n, uint8_t out[32]) {
+    Sha256 hash;
+    hash.update(root_tag, tag_bytes);
+    hash.update(ns, key_bytes);
+    hash.update(scope, key_bytes);
+    hash.update(tokens, n * sizeof(uint32_t));
+    hash.finish(out);
+}
+
+void next_key(const uint8_t prev[32], const uint32_t* tokens, size_t n, uint8_t out[32]) {
+    Sha256 hash;
+    hash.update(next_tag, tag_bytes);
+    hash.update(prev, key_bytes);
+    hash.update(tokens, n * sizeof(uint32_t));
+    hash.finish(out);
+}
+
+void chain_keys(const uint8_t ns[32], const uint8_t scope[32], const uint8_t* prev, const uint32_t* tokens,
+                size_t page_size, size_t num_pages, uint8_t* out) {
+    for (size_t page = 0; page < num_pages; ++page, tokens += page_size, out += key_bytes) {
+        if (prev == nullptr) {
+            root_key(ns, scope, tokens, page_size, out);
+        } else {
+            next_key(prev, tokens, page_size, out);
+        }
+        prev = out;
+    }
+}
+
+void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t scope[32], const uint8_t* hashes,
+                 size_t hash_bytes, size_t num_hashes, uint8_t* out) {
+    const Scheme& known = find_scheme(scheme);
+    if (hash_bytes != known.hash_bytes) {
+        throw std::invalid_argument("a hash of scheme '" + std::string(scheme) + "' has " +
+                                    std::to_string(known.hash_bytes) + " bytes, got " + std::to_string(hash_bytes));
+    }
+    const auto scheme_bytes = static_cast<uint32_t>(scheme.size());
+    for (size_t i = 0; i < num_hashes; ++i) {
+        Sha256 hash;
+        hash.update(wrap_tag, tag_bytes);
+        hash.update(&scheme_bytes, sizeof(scheme_bytes));
+        hash.update(scheme.data(), scheme.size());
+        hash.update(ns, key_bytes);
+        hash.update(scope, key_bytes);
+        hash.update(hashes + i * hash_bytes, hash_bytes);
+        hash.finish(out + i * key_bytes);
+    }
+}
+
+std::string_view accepted_schemes() { return scheme_names; }
+
+}  // namespace cachesvc

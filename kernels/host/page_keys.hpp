@@ -1,0 +1,33 @@
+// Page keys: 32 bytes that name the tokens up to and including one page, under an engine namespace and a scope.
+//
+//   k0 = SHA256("cs1/root" ‖ engine_ns(32) ‖ scope(32) ‖ tokens0)        tokens are u32, little-endian
+//   ki = SHA256("cs1/next" ‖ k(i-1) ‖ tokensi)
+//   wrapped engine hash = SHA256("cs1/wrap" ‖ u32le(len(scheme)) ‖ scheme ‖ engine_ns ‖ scope ‖ hash)
+//
+// Every function here is pure: any of them may run in any thread at any time.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace cachesvc {
+
+constexpr size_t key_bytes = 32;
+
+// The key of the first page of a scope; `n` is the number of tokens of the page.
+void root_key(const uint8_t ns[32], const uint8_t scope[32], const uint32_t* tokens, size_t n, uint8_t out[32]);
+// The key of the page that follows the page named `prev`. `out` may be `prev`.
+void next_key(const uint8_t prev[32], const uint32_t* tokens, size_t n, uint8_t out[32]);
+
+// Keys of `num_pages` consecutive pages, [num_pages * 32] bytes. `prev` null: the first page is a root.
+void chain_keys(const uint8_t ns[32], const uint8_t scope[32], const uint8_t* prev, const uint32_t* tokens,
+                size_t page_size, size_t num_pages, uint8_t* out);
+
+// Keys of `num_hashes` engine hashes of `hash_bytes` bytes each. Throws std::invalid_argument for a scheme that is not
+// collision resistant (see accepted_schemes): a key decides whose KV a request reads.
+void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t scope[32], const uint8_t* hashes,
+                 size_t hash_bytes, size_t num_hashes, uint8_t* out);
+// The schemes wrap_hashes takes, as a readable list.
+std::string_view accepted_schemes();
+
+}  // namespace cachesvc
