@@ -1,0 +1,54 @@
+"""The bench harness itself: pairing, targets, records."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from bench import harness
+
+
+def test_paired_interleaves_and_takes_medians() -> None:
+    order: list[str] = []
+    ticks = itertools.count()
+    run = harness.Run(rounds=3, warmups=1, clock=lambda: float(next(ticks)))
+    result = run.paired(lambda: order.append("ours"), lambda: order.append("reference"), scale=10.0)
+    assert order == ["ours", "reference"] * 4
+    assert (result.value, result.reference, result.rounds) == (10.0, 10.0, 3)
+
+
+def test_rate_counts_amount_per_second() -> None:
+    ticks = itertools.count(step=2)
+    run = harness.Run(rounds=3, clock=lambda: float(next(ticks)))
+    assert run.paired_rate(lambda: None, amount=10.0).value == 5.0
+
+
+@pytest.mark.parametrize(
+    ("target", "value", "ratio", "met"),
+    [
+        ("value<=50", 50.0, None, True),
+        ("value<=50", 50.1, None, False),
+        ("ratio>=0.8", 1.0, 0.79, False),
+        ("ratio>=0.8", 1.0, 0.8, True),
+        ("ratio>=0.8", 1.0, None, None),
+        ("", 1.0, 1.0, None),
+    ],
+)
+def test_targets(target: str, value: float, ratio: float | None, met: bool | None) -> None:
+    assert harness.is_met(target, value, ratio) is met
+
+
+@pytest.mark.parametrize("target", ["50", "speed>=2", "ratio==1"])
+def test_malformed_target_is_refused(target: str) -> None:
+    with pytest.raises(ValueError, match="expected value<=N"):
+        harness.figure("x.malformed", unit="us", target=target)
+
+
+def test_a_figure_is_registered_once() -> None:
+    harness.figure("test.once", unit="us")(lambda run: run.of([1.0]))
+    try:
+        with pytest.raises(ValueError, match="registered twice"):
+            harness.figure("test.once", unit="us")(lambda run: run.of([1.0]))
+    finally:
+        del harness.FIGURES["test.once"]
