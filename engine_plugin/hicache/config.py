@@ -1,0 +1,60 @@
+"""What a prefix cache is built from: the flags of the server, checked, with no flag names in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class CacheMode(StrEnum):
+    """Which tiers there are."""
+
+    NONE = "none"
+    RADIX = "radix"
+    HIERARCHICAL = "hierarchical"
+
+
+class WritePolicy(StrEnum):
+    """When a page is copied from device to host (DESIGN section 6)."""
+
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+class PrefetchPolicy(StrEnum):
+    """When the prefill of a request whose prefix is being fetched may start (DESIGN section 5, step 6)."""
+
+    BEST_EFFORT = "best_effort"
+    TIMEOUT = "timeout"
+    WAIT_COMPLETE = "wait_complete"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """A cache over one device pool. `page_size` in tokens, `num_host_frames` in pages of host memory (hierarchical only).
+
+    `storage_backend` is a registry name or None, `storage_config` its options as the backend knows them.
+    Raises ValueError for a combination that means nothing.
+    """
+
+    mode: CacheMode
+    page_size: int
+    num_host_frames: int = 0
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    prefetch_threshold_tokens: int = 256
+    load_back_threshold_tokens: int = 10
+    prefetch_timeout_base_s: float = 1.0
+    prefetch_timeout_per_1k_tokens_s: float = 0.25
+    prefetch_timeout_cap_s: float = 10.0
+    storage_backend: str | None = None
+    storage_config: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {self.page_size}")
+        if self.mode is CacheMode.HIERARCHICAL and self.num_host_frames < 1:
+            raise ValueError(f"a hierarchical cache needs at least one host frame, got {self.num_host_frames}")
+        if self.mode is not CacheMode.HIERARCHICAL and self.storage_backend is not None:
+            raise ValueError(f"storage backend {self.storage_backend!r} needs mode hierarchical, got {self.mode}")
