@@ -1,0 +1,211 @@
+"""The storage contract: one small synchronous interface, batch first.
+
+DESIGN. Every call takes n object ids and answers n outcomes. Bytes move between the medium and memory named by
+`Segments`; nothing is copied through Python. A call blocks until the whole batch is done; the backend owns its own
+parallelism. All calls may come from any thread at any time. What concerns every backend alike (checksum, metrics, fault
+injection, later deadlines and retries) is a layer: a `StorageBackend` around a `StorageBackend`.
+
+What may become of a batch: outcomes are independent of each other, in the order of the ids. Ids later in a batch are
+taken to be deeper in a prefix than earlier ones: a bounded backend gives them up first.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_backends.outcome import Outcome
+
+ObjectIds = NDArray[np.uint8]
+"""uint8[n, 36]: page key (32), pool (u16, little-endian), rank (u16, little-endian); C-contiguous."""
+Outcomes = NDArray[np.uint8]
+"""uint8[n] of `Outcome`."""
+Guard = Callable[[], NDArray[np.bool_]]
+"""Asked once per put, for the whole batch: bool[n], False where the source is no longer what it was."""
+
+OBJECT_ID_BYTES = 36
+
+__all__ = [
+    "OBJECT_ID_BYTES",
+    "Capabilities",
+    "Guard",
+    "ObjectIds",
+    "Outcome",
+    "Outcomes",
+    "ScanBatch",
+    "Segments",
+    "StorageBackend",
+    "Usage",
+    "outcomes",
+]
+
+
+def outcomes(count: int, value: Outcome) -> Outcomes:
+    """uint8[count], all `value`."""
+    return np.full(count, value, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Memory of n objects, as lists of address ranges.
+
+    addresses: uint64[m] virtual addresses. lengths: uint64[m] bytes. offsets: int64[n + 1], ascending from 0 to m:
+    object i is the concatenation of ranges [offsets[i], offsets[i + 1]). owner: whatever keeps that memory mapped; the
+    backend holds on to `Segments` until its call returns and to nothing afterwards.
+    """
+
+    addresses: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    offsets: NDArray[np.int64]
+    owner: object
+
+    @staticmethod
+    def single(addresses: NDArray[np.uint64], length_bytes: int, owner: object) -> Segments:
+        """n objects of one range each, all of the same length."""
+        count = len(addresses)
+        return Segments(
+            addresses=np.ascontiguousarray(addresses, dtype=np.uint64),
+            lengths=np.full(count, length_bytes, dtype=np.uint64),
+            offsets=np.arange(count + 1, dtype=np.int64),
+            owner=owner,
+        )
+
+    @staticmethod
+    def of_rows(rows: NDArray[np.uint8]) -> Segments:
+        """n objects that are the rows of a C-contiguous uint8[n, length]."""
+        if rows.ndim != 2 or not rows.flags.c_contiguous or rows.dtype != np.uint8:
+            raise ValueError(f"rows must be C-contiguous uint8[n, length], got {rows.dtype}{list(rows.shape)}")
+        count, length = rows.shape
+        start = np.uint64(rows.ctypes.data)
+        return Segments.single(start + np.arange(count, dtype=np.uint64) * np.uint64(length), length, rows)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def object_lengths(self) -> NDArray[np.int64]:
+        """int64[n]: total bytes of each object."""
+        ends = np.zeros(len(self.lengths) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=ends[1:])
+        return ends[self.offsets[1:]] - ends[self.offsets[:-1]]
+
+    def take(self, which: NDArray[np.intp]) -> Segments:
+        """The objects at positions `which`, in that order."""
+        counts = (self.offsets[1:] - self.offsets[:-1])[which]
+        offsets = np.zeros(len(which) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        ranges = np.repeat(self.offsets[:-1][which] - offsets[:-1], counts) + np.arange(offsets[-1])
+        return Segments(self.addresses[ranges], self.lengths[ranges], offsets, self.owner)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend is like. Callers and the conformance suite decide by these and never by the backend's name."""
+
+    name: str
+    alignment_bytes: int
+    """Every object's length must be a multiple of this (1 or 4096); addresses so aligned are moved without a copy."""
+    header_bytes: int
+    """How large a page header this medium wants (128 or 4096), so that the payload behind it stays aligned."""
+    index_answers: bool
+    """`contains` is answered from memory, without I/O."""
+    persistent: bool
+    """Objects survive close and re-open."""
+    shared: bool
+    """Several processes may use the same medium at the same time."""
+    evicts: bool
+    """Has a capacity and makes room by giving up the least recently used objects."""
+    verifies: bool
+    """Checks key, length and checksum of what it reads; buffers then carry the payload alone."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Space, in bytes on the medium. `used_bytes + reserved_bytes <= capacity_bytes` at every moment."""
+
+    used_bytes: int
+    """Objects that can be read, and objects set aside."""
+    reserved_bytes: int
+    """Promised to puts under way, temporary objects included."""
+    capacity_bytes: int
+    """0: no limit known."""
+    objects: int
+    set_aside_bytes: int = 0
+    """The part of `used_bytes` that was set aside as corrupt."""
+
+
+@dataclass(frozen=True)
+class ScanBatch:
+    """Some objects found on the medium, in no order."""
+
+    ids: ObjectIds
+    lengths: NDArray[np.int64]
+    """int64[n]: bytes of each object."""
+    modified_ns: NDArray[np.int64]
+    """int64[n]: when each was written, in ns since 1970; 0 where the medium does not say."""
+
+
+class StorageBackend(ABC):
+    """Where objects rest. See the module text for what holds for every call.
+
+    Raises, in any call: ValueError for arrays of the wrong shape or a length that breaks `alignment_bytes`;
+    `StorageClosed` after `close`; another `StorageError` when the call as a whole could not be tried.
+    """
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """Constant over the life of the backend; no I/O."""
+
+    @abstractmethod
+    def contains(self, ids: ObjectIds) -> Outcomes:
+        """OK or MISS for each, or a failure. Takes no reference and changes no order of eviction."""
+
+    @abstractmethod
+    def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
+        """Read each object into its segments.
+
+        OK only when the stored length equals the segments' and every byte arrived. A stored length that differs is
+        CORRUPT; the buffers then start with as much of the object as fits. After any other outcome the buffers' content
+        is undefined. A hit makes the object recently used.
+        """
+
+    @abstractmethod
+    def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
+        """Store each object; all of it becomes visible at once or none of it does.
+
+        `guard` is asked once, after the bytes were taken and before anything becomes visible; False gives CHANGED. It
+        is not asked when nothing was written. Whatever is neither OK nor EXISTS left the object absent and no space
+        used.
+        """
+
+    @abstractmethod
+    def delete(self, ids: ObjectIds) -> Outcomes:
+        """OK where the object was removed, MISS where there was none."""
+
+    @abstractmethod
+    def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
+        """int64[n]: stored bytes of each object as the medium has them now, -1 where there is none."""
+
+    @abstractmethod
+    def set_aside(self, ids: ObjectIds, seen: Segments) -> Outcomes:
+        """Take objects that turned out corrupt out of sight, keeping them for inspection where the medium can.
+
+        `seen` is what `get_into` delivered. OK: it is out of sight. CHANGED: the stored bytes are no longer those seen
+        (or the object is not ours to touch), so nothing was done. MISS: already gone. An object set aside counts as
+        used.
+        """
+
+    @abstractmethod
+    def scan(self) -> Iterator[ScanBatch]:
+        """Every object on the medium, from the medium. Objects put or deleted meanwhile may or may not appear."""
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """Now; no I/O."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End calls in flight, stop threads, release files and sockets. Idempotent."""

@@ -1,0 +1,65 @@
+"""Errors of the storage tier.
+
+    StorageError                 kind, transient or permanent, the outcome it stands for, and its context
+    |-- StorageUnavailable       transient: the medium cannot be reached now (too many open files, connection lost)
+    |   `-- StorageTimeout       transient: no answer within the deadline
+    `-- StorageFailed            permanent: trying again will not help (read-only medium, permission, I/O error)
+        |-- StorageClosed        the backend was closed; a bug of the caller
+        `-- StorageConfigError   found while opening: unknown key, bad value, unusable directory (also a ValueError)
+
+What happens to single objects is an `Outcome` per object and never an exception. An exception means that the call as a
+whole was not carried out. Whether it may be tried again is a property of the error, so that a retry layer needs no
+knowledge of any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from storage_backends.outcome import Outcome
+
+
+class StorageError(Exception):
+    """A storage call that was not carried out.
+
+    `context` says where (backend, path, errno ...), for logs; it is also part of the message.
+    """
+
+    transient: ClassVar[bool] = False
+    outcome: ClassVar[Outcome] = Outcome.FAILED
+
+    def __init__(self, message: str, **context: object) -> None:
+        self.context: Mapping[str, object] = context
+        details = ", ".join(f"{name}={value!r}" for name, value in context.items())
+        super().__init__(f"{message} ({details})" if details else message)
+
+    @property
+    def kind(self) -> str:
+        """The class name, as used in logs and as the label of metrics."""
+        return type(self).__name__
+
+
+class StorageUnavailable(StorageError):
+    """The medium cannot be reached now; the same call may succeed later."""
+
+    transient = True
+    outcome = Outcome.UNAVAILABLE
+
+
+class StorageTimeout(StorageUnavailable):
+    """No answer within the deadline; the same call may succeed later."""
+
+    outcome = Outcome.TIMEOUT
+
+
+class StorageFailed(StorageError):
+    """The call failed and will fail again."""
+
+
+class StorageClosed(StorageFailed):
+    """The backend was closed before this call."""
+
+
+class StorageConfigError(StorageFailed, ValueError):
+    """The configuration cannot work; the message names the key, the value and what would be valid."""
