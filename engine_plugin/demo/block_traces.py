@@ -29,8 +29,8 @@ class BlockPrompt:
 class BlockRecording(Recording):
     """A session of block-hash prompts.
 
-    `salt` tells traces apart whose hash ids are local to their file. Tokens past the last hashed block (where a trace has
-    floor(n / block) ids) are this prompt's own: nothing says that another prompt shares them.
+    `salt` tells traces apart whose hash ids are local to their file. Tokens past the last hashed block (where a trace
+    has floor(n / block) ids) are this prompt's own: nothing says that another prompt shares them.
     """
 
     def __init__(self, name: str, prompts: Sequence[BlockPrompt], block_tokens: int, salt: str) -> None:
@@ -65,7 +65,7 @@ class BlockRecording(Recording):
 
 
 def synthetic_blocks(hash_ids: NDArray[np.int64], block_tokens: int, salt: int, vocab_size: int) -> U32:
-    """Token ids [len(hash_ids), block_tokens]: equal rows for equal ids; a shorter block is a prefix of a longer one."""
+    """Token ids [len(hash_ids), block_tokens]: equal ids, equal rows; a shorter block is a prefix of a longer one."""
     first = min(_FIRST_TOKEN, vocab_size // 2)
     seeds = _mix(hash_ids.astype(np.uint64) + (np.uint64(salt) << np.uint64(32)))
     words = _mix(seeds[:, None] + np.arange(1, block_tokens + 1, dtype=np.uint64)[None, :])

@@ -1,9 +1,9 @@
 """Readers of recorded agent sessions. The format is told from the content, never from the file's name.
 
-mini-swe     one JSON object a line, one per model call: input (the whole flattened prompt), output, session_id, timestamp
-SWE-agent    one JSON object with history: [{role, content}], append-only (*.traj)
-Mooncake     one JSON object a line: input_length, hash_ids (blocks of 512 tokens, chained), timestamp (conversation_trace.jsonl)
-Claude Code  one JSON object with block_size and requests: [{in, hash_ids}], sub-agents nested (trace_*.json)
+mini-swe     *.jsonl: an object a line, one per model call: input (the whole flattened prompt), output, session_id
+SWE-agent    *.traj: one object with history: [{role, content}], append-only
+Mooncake     conversation_trace.jsonl: an object a line: input_length, hash_ids (blocks of 512 tokens, chained)
+Claude Code  trace_*.json: one object with block_size and requests: [{in, hash_ids}], sub-agents nested
 """
 
 import json
@@ -17,8 +17,8 @@ from engine_plugin.demo.block_traces import BlockPrompt, BlockRecording
 from engine_plugin.demo.recordings import Message, Recording, TextRecording
 
 ACCEPTED_FORMATS = (
-    "mini-swe *.jsonl (lines with session_id, input, output), SWE-agent *.traj (history), "
-    "Mooncake conversation_trace.jsonl (lines with input_length, hash_ids), Claude Code trace_*.json (block_size, requests)"
+    "mini-swe *.jsonl (lines with session_id, input, output), SWE-agent *.traj (history), Mooncake "
+    "conversation_trace.jsonl (lines with input_length, hash_ids), Claude Code trace_*.json (block_size, requests)"
 )
 MOONCAKE_BLOCK_TOKENS = 512
 Row = dict[str, Any]  # a JSON object of somebody else's file
@@ -26,11 +26,11 @@ Reader = Callable[[Path, Sequence[Row]], list[Recording]]
 
 
 class TranscriptError(ValueError):
-    """A file that is none of the accepted formats, or one with a line that does not fit its format. Names file and line."""
+    """A file of none of the accepted formats, or with a line that does not fit its format. Names file and line."""
 
 
 def read_recordings(path: Path) -> list[Recording]:
-    """Every session of the file, the ones with most turns first; raises TranscriptError, or OSError when it cannot be read."""
+    """Every session of the file, those with most turns first. Raises TranscriptError, or OSError (unreadable)."""
     rows = _objects(path)
     for keys, reader in _READERS:
         if all(key in rows[0] for key in keys):
@@ -119,7 +119,8 @@ def _text(content: Any) -> str:
 def _read_mooncake(path: Path, rows: Sequence[Row]) -> list[Recording]:
     """Groups the requests into conversations: a request continues the one whose last full block it contains.
 
-    Ids are chained, so one shared id means everything up to it is shared. Block 0 alone is the system prompt that all share.
+    Ids are chained: one shared id means that everything up to it is shared. The first block alone is a system prompt
+    that all share.
     """
     conversations: list[list[BlockPrompt]] = []
     conversation_of: dict[int, int] = {}  # last full block of a conversation -> its index

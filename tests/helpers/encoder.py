@@ -16,7 +16,7 @@ _FIRST_BYTE = 5
 
 @dataclass(frozen=True)
 class ByteEncoder:
-    """`bytes_per_token` > 1 makes prompts shorter: as many bytes share a token (the last one, modulo the vocabulary)."""
+    """`bytes_per_token` > 1 makes prompts shorter: only every so many-th byte becomes a token."""
 
     vocab_size: int = 512
     bytes_per_token: int = 1

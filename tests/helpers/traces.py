@@ -1,4 +1,4 @@
-"""Agent sessions for tests: the real recordings where they are, files of the same shape where they are not. Never a reason to skip.
+"""Agent sessions for tests: the real recordings where they are, files of the same shape where not. Tests never skip.
 
 The recordings are looked for in $CACHESVC_TRACES, then in ../shared/traces beside the repository.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_plugin.demo.recordings import Encoder, Message, TextRecording
+from engine_plugin.demo.recordings import Message, TextRecording
 from engine_plugin.demo.transcripts import MOONCAKE_BLOCK_TOKENS, read_recordings
 
 U32 = NDArray[np.uint32]
@@ -58,7 +58,7 @@ def trace_files() -> TraceFiles:
 
 
 def text_sessions(num_sessions: int | None = None) -> list[list[str]]:
-    """Coding-agent sessions as text: for each session its prompts turn by turn, each the whole prompt (mini-swe, then SWE-agent)."""
+    """Sessions of coding agents as text (mini-swe, then SWE-agent): per session its prompts, each the whole prompt."""
     return [
         ["\n\n".join(message.content for message in prompt) for prompt in session]
         for session in message_sessions(num_sessions)
@@ -77,7 +77,7 @@ def message_sessions(num_sessions: int | None = None) -> list[list[tuple[Message
 
 
 def token_sessions(vocab_size: int, *, num_sessions: int = 8, max_tokens: int = 1 << 62) -> list[list[U32]]:
-    """Claude Code, then Mooncake sessions as synthetic tokens: for each session its prompts, uint32 [n <= max_tokens] each."""
+    """Claude Code, then Mooncake sessions as synthetic tokens: per session its prompts, uint32 [n <= max_tokens]."""
     files = trace_files()
     recordings = [recording for path in (*files.claude_code, *files.mooncake) for recording in read_recordings(path)]
     encoder = _Vocabulary(vocab_size)
@@ -97,6 +97,21 @@ class _Vocabulary:
         raise AssertionError(f"a trace of hashes has no text to encode: {messages}")
 
 
+_VOCABULARY = (
+    "the",
+    "file",
+    "test",
+    "error",
+    "line",
+    "return",
+    "value",
+    "import",
+    "class",
+    "def",
+    "path",
+    "None",
+    "fix",
+)
 _KEEP_ALIVE: list[tempfile.TemporaryDirectory[str]] = []
 
 
@@ -112,10 +127,8 @@ def generate(name: str, folder: Path) -> tuple[Path, ...]:
 
 
 def _words(rng: random.Random, num_words: int) -> str:
-    vocabulary = (
-        "the file test error line return value import class def path query model field None True run patch fix".split()
-    )
-    return " ".join(rng.choice(vocabulary) + rng.choice(("", "", "()", ":", ".py", "\n    ")) for _ in range(num_words))
+    endings = ("", "", "()", ":", ".py", "\n    ")
+    return " ".join(rng.choice(_VOCABULARY) + rng.choice(endings) for _ in range(num_words))
 
 
 def _generate_mini_swe(folder: Path, rng: random.Random) -> Iterator[Path]:

@@ -128,7 +128,7 @@ def test_claude_code_sub_agents_are_sessions_of_their_own(tmp_path: Path) -> Non
     path.write_text(json.dumps({"id": "t", "block_size": 64, "requests": requests}))
     recordings = {recording.name: recording for recording in read_blocks(path)}
     assert {name: recording.num_turns for name, recording in recordings.items()} == {"t": 2, "t/a": 1, "t/a/b": 1}
-    # hash ids are of one file, so parent and sub-agent share their first blocks; the tokens past the last block are nobody else's
+    # hash ids are of one file: parent and sub-agent share their first blocks; tokens past the last block, nobody's
     parent = [recordings["t"].tokens(turn, ENCODER) for turn in range(2)]
     assert shared_prefix(parent[0], recordings["t/a"].tokens(0, ENCODER)) == 128
     assert shared_prefix(parent[0], parent[1]) == 192
