@@ -10,6 +10,7 @@ from cachekernels.tree_types import (
     DEVICE,
     EVICTION_POLICIES,
     HOST,
+    I64,
     U32,
     Keys,
     LockError,
@@ -18,7 +19,7 @@ from cachekernels.tree_types import (
     TreeStats,
 )
 
-from tests.oracles.radix_node import Node, Op, ints, key_rows, u32
+from tests.oracles.radix_node import Node, Op, i64, ints, key_rows, u32
 
 IDLE_SCOPES = (
     1024  # idle scope roots are swept when this many scopes exist, or twice those that survived the last sweep
@@ -193,6 +194,20 @@ class NodeStore:
         node.own[tier] -= 1
         for above in node.path():
             above.locks[tier] -= 1
+
+    def split(self, node: int, pages: int) -> int:
+        it = self._get(node)
+        if it.parent is None or not 0 < pages < it.n:
+            raise ValueError(f"split: pages within (0, {it.n})")
+        return self._split(it, pages).id
+
+    def unwritten(self, node: int) -> I64:
+        path = self._get(node).path()[1:]
+        return i64(it.id for it in path if it.device is not None and it.host is None and not it.write_op)
+
+    def unstored(self, node: int) -> I64:
+        path = self._get(node).path()[1:]
+        return i64(it.id for it in path if it.host is not None and it.stored < it.n and not it.backups)
 
     def tokens(self, node: int) -> U32:
         return u32(token for above in self._get(node).path() for token in above.tokens)
