@@ -1,12 +1,30 @@
 """Pages as the outside world knows them: their keys, their object ids, and the header each is stored with.
 
-Every function is pure, takes whole batches, releases the GIL and may run in any thread.
+Every function is pure, takes whole batches, releases the GIL and may run in any thread. Addresses are of this process;
+whoever passes them keeps the memory mapped during the call. A page whose memory the kernel took away (SIGBUS) raises
+MemoryFault (an OSError), and the batch has no result.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 from cachekernels import _core
-from cachekernels.arrays import U8, U32, Keys
+from cachekernels.arrays import U8, U32, U64, Keys, ObjectIds
+
+HEADER_BYTES = (128, 4096)
+
+
+class PageCheck(IntEnum):
+    """What a stored page turned out to be. FOREIGN and NEWER are left alone; those from BAD_HEADER on are corrupt."""
+
+    OK = _core.PageCheck.ok.value
+    FOREIGN = _core.PageCheck.foreign.value  # unknown magic
+    NEWER = _core.PageCheck.newer.value  # unknown version or codec
+    BAD_HEADER = _core.PageCheck.bad_header.value  # header damaged, all zero, or of another header size
+    WRONG_KEY = _core.PageCheck.wrong_key.value  # another page's id or namespace
+    WRONG_LENGTH = _core.PageCheck.wrong_length.value
+    BAD_CHECKSUM = _core.PageCheck.bad_checksum.value
 
 
 def chain_keys(namespace: bytes, scope: bytes, tokens: U32, page_size: int, previous: bytes | None = None) -> Keys:
@@ -25,3 +43,30 @@ def wrap_hashes(scheme: str, namespace: bytes, scope: bytes, hashes: U8) -> Keys
     prompts collide could read another's KV.
     """
     return _core.wrap_hashes(scheme, namespace, scope, hashes)
+
+
+def object_ids(keys: Keys, pool: int = 0, rank: int = 0) -> ObjectIds:
+    """Names of the stored objects of these pages, [n, 36]: key ‖ pool u16 ‖ rank u16, little-endian."""
+    return _core.object_ids(keys, pool, rank)
+
+
+def encode_headers(ids: ObjectIds, namespace: bytes, addresses: U64, payload_bytes: int, header_bytes: int) -> U8:
+    """Headers of n pages to be stored, [n, header_bytes]. Reads each page once, for its checksum.
+
+    ids [n, 36]; addresses [n]: where each page's `payload_bytes` bytes lie; header_bytes: 128 or 4096.
+    """
+    return _core.encode_headers(ids, namespace, addresses, payload_bytes, header_bytes)
+
+
+def check_pages(headers: U8, ids: ObjectIds, namespace: bytes, addresses: U64, payload_bytes: int) -> U8:
+    """Judges stored pages that were read: [n] of PageCheck, in the order a defect would be met from the outside in.
+
+    headers [n, 128 or 4096] as read; ids [n, 36] as asked for; addresses [n]: where each payload was read to. The
+    length of the whole object is the reader's to compare; here the header's lengths are, with payload_bytes.
+    """
+    return _core.check_pages(headers, ids, namespace, addresses, payload_bytes)
+
+
+def xxh3_128(addresses: U64, lengths: U64) -> U8:
+    """XXH3-128 checksums of n byte ranges, [n, 16], in canonical order: the bytes of xxhash.xxh3_128_digest."""
+    return _core.xxh3_128(addresses, lengths)

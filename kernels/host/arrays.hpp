@@ -35,7 +35,9 @@ inline std::string dtype_text(nanobind::dlpack::dtype dtype) {
 
 inline std::string shape_text(std::initializer_list<size_t> shape) {
     std::string text;
-    for (size_t length : shape) text += (text.empty() ? "" : ", ") + (length == any_length ? "n" : std::to_string(length));
+    for (size_t length : shape) {
+        text += (text.empty() ? "" : ", ") + (length == any_length ? "n" : std::to_string(length));
+    }
     return "[" + text + "]";
 }
 

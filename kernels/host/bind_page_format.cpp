@@ -1,5 +1,80 @@
+#include "arrays.hpp"
 #include "bindings.hpp"
+#include "page_checksum.hpp"
+#include "page_format.hpp"
+#include "page_keys.hpp"
+
+namespace nb = nanobind;
 
 namespace cachesvc {
-void bind_page_format(nanobind::module_&) {}
+namespace {
+
+PageBatch page_batch(const Input<uint8_t>& ids, const nb::bytes& ns, const Input<uint64_t>& addresses,
+                     size_t payload_bytes) {
+    const auto id_rows = input_rows(ids, "ids", any_length, object_id_bytes);
+    return {id_rows.num_rows, id_rows.data, input_bytes(ns, "namespace", key_bytes),
+            input_1d(addresses, "addresses", id_rows.num_rows).data(), payload_bytes};
+}
+
+NumpyArray<uint8_t> encode_headers_py(const Input<uint8_t>& ids, nb::bytes ns, const Input<uint64_t>& addresses,
+                                      size_t payload_bytes, size_t header_bytes) {
+    const PageBatch pages = page_batch(ids, ns, addresses, payload_bytes);
+    if (header_bytes != 128 && header_bytes != 4096) throw nb::value_error("header_bytes: expected 128 or 4096");
+    auto headers = new_array<uint8_t>(pages.num_pages, header_bytes);
+    nb::gil_scoped_release released;
+    encode_headers(pages, header_bytes, headers.data());
+    return headers;
+}
+
+NumpyArray<uint8_t> check_pages_py(const Input<uint8_t>& headers, const Input<uint8_t>& ids, nb::bytes ns,
+                                   const Input<uint64_t>& addresses, size_t payload_bytes) {
+    const PageBatch pages = page_batch(ids, ns, addresses, payload_bytes);
+    const auto header_rows = input_rows(headers, "headers", pages.num_pages);
+    if (header_rows.row_length < page_header_bytes) throw nb::value_error("headers: expected at least 128 bytes a row");
+    auto checks = new_array<uint8_t>(pages.num_pages);
+    nb::gil_scoped_release released;
+    check_pages(pages, header_rows.row_length, header_rows.data, reinterpret_cast<PageCheck*>(checks.data()));
+    return checks;
+}
+
+NumpyArray<uint8_t> object_ids_py(const Input<uint8_t>& keys, uint16_t pool, uint16_t rank) {
+    const auto key_rows = input_rows(keys, "keys", any_length, key_bytes);
+    auto ids = new_array<uint8_t>(key_rows.num_rows, object_id_bytes);
+    nb::gil_scoped_release released;
+    object_ids(key_rows.data, key_rows.num_rows, pool, rank, ids.data());
+    return ids;
+}
+
+NumpyArray<uint8_t> xxh3_128_py(const Input<uint64_t>& addresses, const Input<uint64_t>& lengths) {
+    const auto address_span = input_1d(addresses, "addresses");
+    const auto length_span = input_1d(lengths, "lengths", address_span.size());
+    auto checksums = new_array<uint8_t>(address_span.size(), checksum_bytes);
+    nb::gil_scoped_release released;
+    checksum_ranges(address_span.data(), length_span.data(), address_span.size(), checksums.data());
+    return checksums;
+}
+
+uint32_t crc32c_py(nb::bytes data) { return crc32c(reinterpret_cast<const uint8_t*>(data.c_str()), data.size()); }
+
+}  // namespace
+
+void bind_page_format(nb::module_& m) {
+    nb::enum_<PageCheck>(m, "PageCheck")
+        .value("ok", PageCheck::ok)
+        .value("foreign", PageCheck::foreign)
+        .value("newer", PageCheck::newer)
+        .value("bad_header", PageCheck::bad_header)
+        .value("wrong_key", PageCheck::wrong_key)
+        .value("wrong_length", PageCheck::wrong_length)
+        .value("bad_checksum", PageCheck::bad_checksum);
+    m.def("encode_headers", &encode_headers_py, nb::arg("ids"), nb::arg("namespace"), nb::arg("addresses"),
+          nb::arg("payload_bytes"), nb::arg("header_bytes"));
+    m.def("check_pages", &check_pages_py, nb::arg("headers"), nb::arg("ids"), nb::arg("namespace"),
+          nb::arg("addresses"), nb::arg("payload_bytes"));
+    m.def("object_ids", &object_ids_py, nb::arg("keys"), nb::arg("pool"), nb::arg("rank"));
+    m.def("xxh3_128", &xxh3_128_py, nb::arg("addresses"), nb::arg("lengths"));
+    m.def("crc32c", &crc32c_py, nb::arg("data"));
+    m.def("allow_avx2_checksum", &allow_avx2_checksum, nb::arg("is_allowed"), "For tests only.");
+}
+
 }  // namespace cachesvc

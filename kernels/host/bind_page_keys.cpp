@@ -28,7 +28,8 @@ NumpyArray<uint8_t> chain_keys_py(nb::bytes ns, nb::bytes scope, const Input<uin
     return keys;
 }
 
-NumpyArray<uint8_t> wrap_hashes_py(std::string_view scheme, nb::bytes ns, nb::bytes scope, const Input<uint8_t>& hashes) {
+NumpyArray<uint8_t> wrap_hashes_py(std::string_view scheme, nb::bytes ns, nb::bytes scope,
+                                   const Input<uint8_t>& hashes) {
     const uint8_t* ns_bytes = input_bytes(ns, "namespace", key_bytes);
     const uint8_t* scope_bytes = input_bytes(scope, "scope", key_bytes);
     const auto rows = input_rows(hashes, "hashes");

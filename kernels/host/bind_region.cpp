@@ -18,14 +18,21 @@ namespace nb = nanobind;
 namespace cachesvc {
 namespace {
 
-std::vector<int32_t> begin_write_py(const Region& region, const Input<int32_t>& frames, const std::optional<Input<uint64_t>>& seen) {
+using FrameArray = const Input<int32_t>&;
+using KeyArray = const Input<uint8_t>&;
+using DepthArray = const Input<uint32_t>&;
+using U64Array = const Input<uint64_t>&;
+using OptionalKeys = const std::optional<Input<uint8_t>>&;
+using OptionalU64 = const std::optional<Input<uint64_t>>&;
+
+std::vector<int32_t> begin_write_py(const Region& region, FrameArray frames, OptionalU64 seen) {
     const auto frame_span = input_1d(frames, "frames");
     const uint64_t* seen_data = seen ? input_1d(*seen, "seen", frame_span.size()).data() : nullptr;
     nb::gil_scoped_release released;
     return open_frames(region, frame_span, seen_data);
 }
 
-std::vector<int32_t> write_records_py(const Region& region, const Input<int32_t>& frames, const Input<uint8_t>& keys, const Input<uint32_t>& depths,
+std::vector<int32_t> write_records_py(const Region& region, FrameArray frames, KeyArray keys, DepthArray depths,
                                       uint64_t last_use) {
     const auto frame_span = input_1d(frames, "frames");
     const auto key_rows = input_rows(keys, "keys", frame_span.size(), key_bytes);
@@ -34,13 +41,13 @@ std::vector<int32_t> write_records_py(const Region& region, const Input<int32_t>
     return write_records(region, frame_span, key_rows.data, depth_span.data(), last_use);
 }
 
-std::vector<int32_t> commit_py(const Region& region, const Input<int32_t>& frames) {
+std::vector<int32_t> commit_py(const Region& region, FrameArray frames) {
     const auto frame_span = input_1d(frames, "frames");
     nb::gil_scoped_release released;
     return commit_frames(region, frame_span);
 }
 
-NumpyArray<uint64_t> snapshot_py(const Region& region, const Input<int32_t>& frames, const std::optional<Input<uint8_t>>& keys) {
+NumpyArray<uint64_t> snapshot_py(const Region& region, FrameArray frames, OptionalKeys keys) {
     const auto frame_span = input_1d(frames, "frames");
     const uint8_t* key_data = keys ? input_rows(*keys, "keys", frame_span.size(), key_bytes).data : nullptr;
     auto generations = new_array<uint64_t>(frame_span.size());
@@ -49,7 +56,7 @@ NumpyArray<uint64_t> snapshot_py(const Region& region, const Input<int32_t>& fra
     return generations;
 }
 
-NumpyArray<bool> validate_py(const Region& region, const Input<int32_t>& frames, const Input<uint64_t>& generations) {
+NumpyArray<bool> validate_py(const Region& region, FrameArray frames, U64Array generations) {
     const auto frame_span = input_1d(frames, "frames");
     const auto generation_span = input_1d(generations, "generations", frame_span.size());
     auto valid = new_array<bool>(frame_span.size());
@@ -58,7 +65,7 @@ NumpyArray<bool> validate_py(const Region& region, const Input<int32_t>& frames,
     return valid;
 }
 
-NumpyArray<bool> read_py(const Region& region, const Input<int32_t>& frames, const Input<uint64_t>& generations, const Input<uint64_t>& out_addresses) {
+NumpyArray<bool> read_py(const Region& region, FrameArray frames, U64Array generations, U64Array out_addresses) {
     const auto frame_span = input_1d(frames, "frames");
     const auto generation_span = input_1d(generations, "generations", frame_span.size());
     const auto address_span = input_1d(out_addresses, "out_addresses", frame_span.size());
@@ -68,13 +75,13 @@ NumpyArray<bool> read_py(const Region& region, const Input<int32_t>& frames, con
     return valid;
 }
 
-void touch_py(const Region& region, const Input<int32_t>& frames, uint64_t last_use) {
+void touch_py(const Region& region, FrameArray frames, uint64_t last_use) {
     const auto frame_span = input_1d(frames, "frames");
     nb::gil_scoped_release released;
     touch_frames(region, frame_span, last_use);
 }
 
-NumpyArray<uint64_t> frame_addresses_py(const Region& region, const Input<int32_t>& frames) {
+NumpyArray<uint64_t> frame_addresses_py(const Region& region, FrameArray frames) {
     const auto frame_span = input_1d(frames, "frames");
     auto addresses = new_array<uint64_t>(frame_span.size());
     frame_addresses(region, frame_span, addresses.data());
@@ -98,9 +105,9 @@ RecordArrays records_py(const Region& region) {
     return {generations, keys, depths, flags, last_use};
 }
 
-NumpyArray<bool> copy_open_frames_py(const Region& source, const Input<int32_t>& source_frames, const Input<uint64_t>& generations,
-                                     const Region& target, const Input<int32_t>& target_frames, const Input<uint8_t>& keys,
-                                     const Input<uint32_t>& depths) {
+NumpyArray<bool> copy_open_frames_py(const Region& source, FrameArray source_frames, U64Array generations,
+                                     const Region& target, FrameArray target_frames, KeyArray keys,
+                                     DepthArray depths) {
     const auto source_span = input_1d(source_frames, "source_frames");
     const size_t n = source_span.size();
     const FrameCopy copy{source,

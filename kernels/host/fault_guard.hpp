@@ -1,8 +1,8 @@
 // Loads from memory that another process can spoil.
 //
-// DESIGN. A region's pages belong to the kernel and to every process that maps them: a client may punch holes in them, and
-// when the kernel then cannot find a page for the next access (control group full), the access ends in SIGBUS. All such
-// accesses run through here. Each thread arms a jump target for the length of one batch; the handler jumps there
+// DESIGN. A region's pages belong to the kernel and to every process that maps them: a client may punch holes in them,
+// and when the kernel then cannot find a page for the next access (control group full), the access ends in SIGBUS. All
+// such accesses run through here. Each thread arms a jump target for the length of one batch; the handler jumps there
 // when the faulting thread is armed and hands every other SIGBUS to the handler that was installed before ours.
 //
 // A fault abandons the frames between the jump target and the faulting instruction, so a guarded body must hold nothing
@@ -29,8 +29,8 @@ using GuardedBody = void (*)(const void* context, size_t index);
 size_t run_guarded(size_t begin, size_t end, GuardedBody body, const void* context);
 }  // namespace detail
 
-// Runs body(i) for i in [0, num_items) in order. Where the body of one item faults, on_fault(i) runs (outside of the guard,
-// may throw) and the batch goes on with the next item. May run in any number of threads, nests.
+// Runs body(i) for i in [0, num_items) in order. Where the body of one item faults, on_fault(i) runs (outside of the
+// guard, may throw) and the batch goes on with the next item. May run in any number of threads, nests.
 template <class Body, class OnFault>
 void guarded_each(size_t num_items, const Body& body, const OnFault& on_fault) {
     const auto call = [](const void* context, size_t index) { (*static_cast<const Body*>(context))(index); };

@@ -4,8 +4,9 @@
 // stable and odd while they are written; 0 means never written; it only grows as long as the memory lives.
 //   writer  W1 even -> odd, fence   W2 record and bytes   W3 (each copying thread) fence   W4 store even, release
 //   reader  R1 load, acquire; odd = miss   R2 copy   R3 acquire fence   R4 load again; changed = throw the copy away
-// A reader never blocks a writer and a writer that dies leaves an odd generation: a miss. All fields are read and written as
-// relaxed atomics, so that only the frames' bytes race, and those are thrown away by R4. NOTE: tried on x86-64 only.
+// A reader never blocks a writer and a writer that dies leaves an odd generation: a miss. All fields are read and
+// written as relaxed atomics, so that only the frames' bytes race, and those are thrown away by R4. NOTE: tried on
+// x86-64 only.
 #pragma once
 #include <array>
 #include <atomic>
@@ -79,7 +80,8 @@ inline KeyWords load_key(const FrameRecord& record) {
             load_relaxed(record.key[3])};
 }
 
-// R1 with the key read under R3 and R4: the generation, or 0 where the frame is not readable or `expected` is not its key.
+// R1 with the key read under R3 and R4: the generation, or 0 where the frame is not readable or `expected` is not its
+// key.
 inline uint64_t snapshot_record(const FrameRecord& record, const KeyWords& expected) {
     const uint64_t generation = load_generation(record);
     if (!is_readable(generation) || load_key(record) != expected) return 0;

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -52,8 +51,8 @@ UniqueFd make_memfd(const char* name, size_t bytes, size_t huge_page_bytes) {
     return fd;
 }
 
-// Gives every page of [begin, begin + bytes) its memory. The kernel does it without a write of ours where it can; an older
-// kernel gets one atomic no-op per page, which keeps what is there.
+// Gives every page of [begin, begin + bytes) its memory. The kernel does it without a write of ours where it can; an
+// older kernel gets one atomic no-op per page, which keeps what is there.
 void populate(std::byte* begin, size_t bytes) {
     if (madvise(begin, bytes, MADV_POPULATE_WRITE) == 0) return;
     if (errno != EINVAL) throw_errno("reserving memory of a region");
@@ -208,10 +207,8 @@ std::shared_ptr<Region> Region::create(const RegionShape& shape, unsigned touch_
     RegionHeader header{{}, region_version, sizeof(FrameRecord), {}, shape.num_frames, shape.frame_bytes,
                         shape.stride_bytes(), data_bytes, data.st_ino};
     std::copy(std::begin(region_magic), std::end(region_magic), header.magic);
-    if (getrandom(header.region_id.data(), header.region_id.size(), 0) != static_cast<ssize_t>(header.region_id.size())) {
-        throw_errno("getrandom");
-    }
-    if (pwrite(directory_fd.get(), &header, sizeof(header), 0) != sizeof(header)) throw_errno("writing a region header");
+    if (getentropy(header.region_id.data(), header.region_id.size()) != 0) throw_errno("getentropy");
+    if (pwrite(directory_fd.get(), &header, sizeof(header), 0) != sizeof(header)) throw_errno("writing region header");
     std::shared_ptr<Region> region(new Region(header, std::move(data_fd), std::move(directory_fd)));
     populate_in_parallel(region->directory_.data(), region->directory_.bytes(), touch_threads);
     populate_in_parallel(region->data_.data(), region->data_.bytes(), touch_threads);

@@ -1,8 +1,9 @@
 // A region: shared memory cut into equal frames (the data memfd) and one record per frame (the directory memfd).
 //
-// DESIGN. Both memfds are sealed against any change of size, so a mapping that was valid once stays valid. The directory
-// starts with a 4096-byte header, written once before the fds are handed out; whoever opens a region reads it with pread,
-// checks it, and never looks at it again, because a client could change it later. Mappings are not inherited by fork.
+// DESIGN. Both memfds are sealed against any change of size, so a mapping that was valid once stays valid. The
+// directory starts with a 4096-byte header, written once before the fds are handed out; whoever opens a region reads it
+// with pread, checks it, and never looks at it again, because a client could change it later. Mappings are not
+// inherited by fork.
 //   directory  [0, 4096) RegionHeader   [4096, 4096 + 64 n) FrameRecord, frame by frame   padded to 4096
 //   data       frame i at [i * stride, i * stride + frame_bytes)   stride: frame_bytes rounded up to 4096
 //
@@ -76,16 +77,18 @@ struct RegionShape {
     uint64_t stride_bytes() const;
     uint64_t data_bytes() const;  // without rounding to huge pages
     uint64_t directory_bytes() const;
-    // Throws std::invalid_argument for no frames, empty frames, or more than int32 frame numbers and 2^62 bytes can hold.
+    // Throws std::invalid_argument for no frames, empty frames, or more than int32 frame numbers and 2^62 bytes can
+    // hold.
     void check() const;
 };
 
 class Region {
 public:
-    // Makes both memfds, reserves every page with `touch_threads` threads, seals. `huge_page_bytes`: 0, or a size for which
-    // the system has reserved enough huge pages. Throws std::system_error.
+    // Makes both memfds, reserves every page with `touch_threads` threads, seals. `huge_page_bytes`: 0, or a size for
+    // which the system has reserved enough huge pages. Throws std::system_error.
     static std::shared_ptr<Region> create(const RegionShape& shape, unsigned touch_threads, size_t huge_page_bytes);
-    // Maps an existing region; the fds are duplicated, the caller keeps its own. Throws RegionInvalid, std::system_error.
+    // Maps an existing region; the fds are duplicated, the caller keeps its own. Throws RegionInvalid,
+    // std::system_error.
     static std::shared_ptr<Region> open(int data_fd, int directory_fd);
 
     const RegionHeader& header() const { return header_; }

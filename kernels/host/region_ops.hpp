@@ -1,8 +1,8 @@
 // The region protocol in batches: each call takes n frames of one region. See frame_record.hpp for the rules.
 //
-// Frame numbers are checked (std::out_of_range) before anything is done. All loads and stores run under the SIGBUS guard;
-// where there is no answer per frame a fault throws MemoryFault. Any call may race with any other on the same region, from
-// any thread or process, except that one frame has one writer at a time.
+// Frame numbers are checked (std::out_of_range) before anything is done. All loads and stores run under the SIGBUS
+// guard; where there is no answer per frame a fault throws MemoryFault. Any call may race with any other on the same
+// region, from any thread or process, except that one frame has one writer at a time.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +21,8 @@ void frame_addresses(const Region& region, Frames frames, uint64_t* addresses);
 // W1 for each frame: even -> odd; odd stays odd. `seen` null: from the generation found; else from seen[i]. Returns the
 // frames that another writer moved meanwhile; the others are open.
 std::vector<int32_t> open_frames(const Region& region, Frames frames, const uint64_t* seen);
-// W2 of the records: keys [n, 32], depths [n]. Returns the frames that are not open; nothing was written if there are any.
+// W2 of the records: keys [n, 32], depths [n]. Returns the frames that are not open; nothing was written if there are
+// any.
 std::vector<int32_t> write_records(const Region& region, Frames frames, const uint8_t* keys, const uint32_t* depths,
                                    uint64_t last_use);
 // W4. Returns the frames that are not open; nothing was committed if there are any.
@@ -37,8 +38,9 @@ void read_frames(const Region& region, Frames frames, const uint64_t* generation
                  bool* valid);
 void touch_frames(const Region& region, Frames frames, uint64_t last_use);
 
-// R1-R4 on `source`, whose frames must be at `generations` with the given keys, and W2 and W4 on open frames of `target`.
-// copied[i] false: the target frame stays odd. Frame sizes must be equal. W1 of the targets is the caller's (open_frames).
+// R1-R4 on `source`, whose frames must be at `generations` with the given keys, and W2 and W4 on open frames of
+// `target`. copied[i] false: the target frame stays odd. Frame sizes must be equal. W1 of the targets is the caller's
+// (open_frames).
 struct FrameCopy {
     const Region& source;
     Frames source_frames;

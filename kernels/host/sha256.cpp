@@ -65,7 +65,8 @@ void compress_portable(uint32_t state[8], const uint8_t* data, size_t num_blocks
 }
 
 #if defined(__x86_64__)
-// The instructions want the state as (a b e f) and (c d g h); `schedule` holds the last 16 words of the message schedule.
+// The instructions want the state as (a b e f) and (c d g h); `schedule` holds the last 16 words of the message
+// schedule.
 __attribute__((target("sha,sse4.1,ssse3"))) void compress_sha_ni(uint32_t state[8], const uint8_t* data,
                                                                   size_t num_blocks) {
     const __m128i byte_swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
