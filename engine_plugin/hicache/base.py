@@ -1,14 +1,15 @@
 """What a scheduler may ask of a prefix cache, and nothing about how the answer is found.
 
-DESIGN. One scheduler thread owns a cache and makes every call on it; no call waits for I/O. A request's life in the cache is
-one `CacheHandle`:
+DESIGN. One scheduler thread owns a cache and makes every call on it; no call waits for I/O. A request's life in the
+cache is one `CacheHandle`:
 
     open ──> ready? ──> admit ──> (extend | commit)* ──> close
       │         │         │ False: no room now, nothing taken, ask again later
       └─────────┴─────────┴──────────────> close        (abort in any state; closing twice is a no-op)
 
-Ownership: from `admit` until `close` the handle's `page_table` names device pages that belong to this request or are locked for
-it, so that nobody else may free or overwrite them. Pages of the cached prefix are shared and read-only; the rest is the request's own.
+Ownership: from `admit` until `close` the handle's `page_table` names device pages that belong to this request or are
+locked for it, so that nobody else may free or overwrite them. Pages of the cached prefix are shared and read-only;
+the rest is the request's own.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class CloseReason(StrEnum):
 class CacheHandle:
     """One request as the cache sees it. The cache writes the fields, the scheduler reads them; identity is equality.
 
-    `page_table` int32 [ceil(num_tokens / page_size)] are the device pages covering tokens [0, num_tokens), empty before
-    `admit` and after `close`. `commit` may replace entries (a duplicate gives way to the tree's page), so read it anew for each
-    batch. `cached` is final once `admit` returned True; `cached.total <= max_cached_tokens`.
+    `page_table` int32 [ceil(num_tokens / page_size)] are the device pages covering tokens [0, num_tokens), empty
+    before `admit` and after `close`. `commit` may replace entries (a duplicate gives way to the tree's page), so read
+    it anew for each batch. `cached` is final once `admit` returned True; `cached.total <= max_cached_tokens`.
     """
 
     request_id: int
@@ -79,8 +80,8 @@ class CacheHandle:
 class LoadFailed(Exception):
     """Pages that a running forward needed did not arrive. Raised by `LayerGate.wait` before the layer's KV is read.
 
-    `handles[i]` may keep its first `good_tokens[i]` cached tokens and must recompute from there. Other sequences of the batch
-    are unharmed: run them again.
+    `handles[i]` may keep its first `good_tokens[i]` cached tokens and must recompute from there. Other sequences of
+    the batch are unharmed: run them again.
     """
 
     def __init__(self, handles: Sequence[CacheHandle], good_tokens: Sequence[int]) -> None:
@@ -112,7 +113,7 @@ class OpenGate(LayerGate):
 
 @dataclass(frozen=True, slots=True)
 class FlushResult:
-    """`ok`: device and host tiers are empty now. Otherwise nothing was changed and `pending` counts what stood in the way."""
+    """`ok`: device and host tiers are empty now. Otherwise nothing changed and `pending` counts what is in the way."""
 
     ok: bool
     pending: dict[str, int] = field(default_factory=dict)
@@ -148,7 +149,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def extend(self, handle: CacheHandle, num_tokens: int) -> bool:
-        """Hold slots for tokens [0, num_tokens); a smaller number than now is a no-op. False: no room, nothing changed."""
+        """Hold slots for tokens [0, num_tokens); not more than now is a no-op. False: no room, nothing changed."""
 
     @abstractmethod
     def commit(self, handle: CacheHandle, tokens: U32, *, done_prompt: bool) -> None:
@@ -174,7 +175,10 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def poll(self) -> bool:
-        """Take in finished transfers and look at deadlines; never blocks. True: readiness or free room may have changed."""
+        """Take in finished transfers and look at deadlines; never blocks.
+
+        True: readiness or free room may have changed.
+        """
 
     @abstractmethod
     def fileno(self) -> int | None:
@@ -201,7 +205,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Conservation: each device page and each frame is in exactly one state. AssertionError names the broken rule."""
+        """Conservation: each device page and frame is in exactly one state. AssertionError names the broken rule."""
 
     @abstractmethod
     def shutdown(self, drain_s: float) -> int:

@@ -32,7 +32,7 @@ class PrefetchPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """A cache over one device pool. `page_size` in tokens, `num_host_frames` in pages of host memory (hierarchical only).
+    """A cache over one device pool. `page_size` in tokens, `num_host_frames` in pages (hierarchical only).
 
     `storage_backend` is a registry name or None, `storage_config` its options as the backend knows them.
     Raises ValueError for a combination that means nothing.

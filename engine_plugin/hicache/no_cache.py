@@ -1,4 +1,4 @@
-"""The trivial prefix cache: slots and nothing else. `--disable-radix-cache`, and the second reader of every contract."""
+"""The trivial prefix cache: slots and nothing else. `--disable-radix-cache`, and a second reader of the contract."""
 
 from __future__ import annotations
 
