@@ -16,7 +16,8 @@ class OpEnd(StrEnum):
     BAD_PAGE = "bad_page"  # a page could not be had; the ones behind it were answered CANCELLED without being touched
     CANCELLED = "cancelled"  # the caller asked
     FAILED = "failed"  # the node's own code raised; counted, and logged with its trace
-    DROPPED = "dropped"  # the node drains or closes and had no time for it
+    DRAINED = "drained"  # the session drains: reads are not wanted any more, stores ran out of time
+    DETACHED = "detached"  # the session is gone
 
 
 class Decline(StrEnum):
@@ -51,9 +52,34 @@ class Unsaved(StrEnum):
     """Why an accepted page was not stored."""
 
     CHANGED = "changed"  # its frame was rewritten meanwhile
-    CANCELLED = "cancelled"
+    TIER = "tier"  # no tier took it; each tier counts its own outcomes
     AFTER_BAD_PAGE = "after_bad_page"  # a page before it failed, and pages behind a hole can never hit
-    DRAIN_TIMEOUT = "drain_timeout"
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # the node's own code raised
+    DRAINED = "drained"
     DETACHED = "detached"
-    TIER = "tier"  # every tier failed; each tier counts its own outcomes
-    WORKER = "worker"  # the node's own code raised
+
+
+class Verb(StrEnum):
+    """What an op does."""
+
+    LOOKUP = "lookup"
+    PREFETCH = "prefetch"
+    BACKUP = "backup"
+
+
+class Direction(StrEnum):
+    """What a tier was asked to do."""
+
+    READ = "read"
+    WRITE = "write"
+    PROBE = "probe"
+
+
+class TierError(StrEnum):
+    """What a tier raised instead of answering."""
+
+    UNAVAILABLE = "unavailable"
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+    UNEXPECTED = "unexpected"  # not one of the storage tier's own errors: a bug in the backend

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cachesvc.identity import Identity
 from cachesvc.node.events import Event
-from cachesvc.outcomes import Decline
+from cachesvc.outcomes import AttachResult, Decline
 
 if TYPE_CHECKING:
     from cachekernels.region import Region
@@ -31,7 +31,12 @@ Keys = NDArray[np.uint8]  # [n, 32]
 
 
 class AttachRefused(RuntimeError):
-    """The node does not serve this engine. The message names each differing field with both values."""
+    """The node does not serve this engine. The message names each differing field with both values; `result` says the
+    kind."""
+
+    def __init__(self, message: str, result: AttachResult) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 class SessionClosed(RuntimeError):
@@ -112,9 +117,9 @@ class CacheClient(ABC):
 
     @abstractmethod
     def cancel(self, op: int) -> None:
-        """Gives an op up. Pages nobody has begun are answered CANCELLED at once; pages being read or stored are
-        answered when that has ended (their frames are *quarantined* until then); then `OpEnded`. An op that has ended
-        is left alone."""
+        """Gives an op up. Pages nobody has begun are answered CANCELLED at once, before those of the slice that runs:
+        these are answered when it has ended (their frames are *quarantined* until then); then `OpEnded`. An op that
+        has ended, or that the session does not know, is left alone."""
 
     @abstractmethod
     def backup(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
@@ -127,7 +132,8 @@ class CacheClient(ABC):
 
     @abstractmethod
     def poll(self) -> list[Event]:
-        """All events since the last call, never blocking. The pages of one op come in order, `OpEnded` last."""
+        """All events since the last call, never blocking. Pages of one op come in order, apart from those that
+        `cancel` cut off; `OpEnded` comes last."""
 
     @abstractmethod
     def fileno(self) -> int:

@@ -1,0 +1,154 @@
+"""Ops: what every asynchronous request of a session has in common.
+
+NOTE: everything here but `take_events` is called with the node's state lock held.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachesvc.node.events import Event, EventSource, OpEnded
+from cachesvc.outcomes import OpEnd, Verb
+from storage_backends.base import Outcome, Outcomes, outcomes
+
+if TYPE_CHECKING:
+    from cachesvc.node.sessions import Session
+
+I32 = NDArray[np.int32]
+U32 = NDArray[np.uint32]
+Keys = NDArray[np.uint8]
+
+
+class OpState(Enum):
+    """Where an op is. Only a RUNNING one has a worker on it."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PARKED = "parked"  # on another op's flight
+    ENDED = "ended"
+
+
+class Op(EventSource):
+    """One request of one session. It stays known to the session until its end has been polled."""
+
+    verb: Verb
+
+    def __init__(self, op_id: int, session: Session) -> None:
+        self.op_id = op_id
+        self.session = session
+        self.state = OpState.QUEUED
+        self.end: OpEnd | None = None
+        self.given_up: OpEnd | None = None
+
+    def give_up(self, reason: OpEnd) -> None:
+        """Ends the op with `reason`: now, or when the slice that runs has ended. No-op on one that has ended or is
+        ending."""
+        if self.end is not None or self.given_up is not None:
+            return
+        if self.state is OpState.RUNNING:
+            self.given_up = reason
+        else:
+            self.finish(reason)
+
+    def num_lent(self) -> int:
+        """Frames that the node may still write for this op."""
+        return 0
+
+    def finish(self, reason: OpEnd) -> None:
+        """The op has ended: nothing of it is touched any more."""
+        self.state = OpState.ENDED
+        self.end = reason
+        self.session.op_ended(self)
+
+    def take_events(self) -> list[Event]:
+        with self.session.parts.state:
+            events = self.take_news()
+            if self.end is not None and self.session.forget(self):
+                events.append(OpEnded(self.op_id, self.end))
+            return events
+
+    @abstractmethod
+    def take_news(self) -> list[Event]:
+        """Events since the last call, without the end."""
+
+
+class PageOp(Op):
+    """An op over the pages of a chain: keys [n, 32], frames int32[n], depths uint32[n].
+
+    Pages [0, answered) have their outcome, [answered, answered + running_pages) may be with a worker, [end_page, n)
+    were cut off when the op was given up in mid-slice: those are answered at once, because nobody has touched them
+    and a slice may hang.
+    """
+
+    def __init__(self, op_id: int, session: Session, keys: Keys, frames: I32, depths: U32) -> None:
+        super().__init__(op_id, session)
+        self.keys, self.frames, self.depths = keys, frames, depths
+        self.answered = 0
+        self.running_pages = 0
+        self.end_page = len(keys)
+        self._told = 0
+        self._is_cut_told = True
+        self._outcomes = outcomes(len(keys), Outcome.CANCELLED)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def answer(self, results: Outcomes) -> None:
+        """The next len(results) pages have these outcomes."""
+        first, self.answered = self.answered, self.answered + len(results)
+        self._outcomes[first : self.answered] = results
+        self.pages_answered(first, results, self.end)
+        self.session.events.announce(self)
+
+    def give_up(self, reason: OpEnd) -> None:
+        is_first = self.given_up is None
+        super().give_up(reason)
+        first = self.answered + self.running_pages
+        if is_first and self.state is OpState.RUNNING and first < self.end_page:
+            self.pages_answered(first, self._outcomes[first : self.end_page], reason)
+            self.end_page = first
+            self._is_cut_told = False
+            self.session.events.announce(self)
+
+    def settle(self, results: Outcomes) -> None:
+        """The slice that ran has these outcomes for the next pages; the op goes on, unless something says that it
+        ends."""
+        self.answer(results)
+        if (results > Outcome.EXISTS).any():
+            self.finish(OpEnd.BAD_PAGE)
+        elif self.answered == len(self):
+            self.finish(OpEnd.COMPLETED)
+        elif self.given_up is not None:
+            self.finish(self.given_up)
+        else:
+            self.state = OpState.QUEUED
+
+    def finish(self, reason: OpEnd) -> None:
+        self.end = reason
+        if self.answered < self.end_page:
+            self.answer(outcomes(self.end_page - self.answered, Outcome.CANCELLED))
+        super().finish(reason)
+
+    def take_news(self) -> list[Event]:
+        events = []
+        if not self._is_cut_told:
+            self._is_cut_told = True
+            events.append(self.pages_event(self.end_page, self._outcomes[self.end_page :].copy()))
+        if self._told < self.answered:
+            first, self._told = self._told, self.answered
+            events.append(self.pages_event(first, self._outcomes[first : self._told].copy()))
+        return events
+
+    @abstractmethod
+    def pages_answered(self, first: int, results: Outcomes, end: OpEnd | None) -> None:
+        """Called once per page: pages [first, first + len(results)) have their outcome, because of `end` unless it is
+        None."""
+
+    @abstractmethod
+    def pages_event(self, first: int, results: Outcomes) -> Event:
+        """The event that tells them."""
