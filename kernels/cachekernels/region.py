@@ -1,9 +1,9 @@
 """Regions: shared memory cut into equal frames, with one 64-byte record per frame.
 
-Thread safety: every method may run in any thread at any time, `close` not while an address of the region is in use. What
-races is settled by the protocol of the records (generation even = stable, odd = being written, 0 = never written): a
-frame has one writer at a time, readers never block it and learn from `validate` or `read` whether what they copied was
-stable. Each call is one native call per batch and releases the GIL. Frame numbers out of range raise IndexError, arrays
+Thread safety: every method may run in any thread at any time, `close` not while an address of the region is in use.
+What races is settled by the protocol of the records (generation even = stable, odd = being written, 0 = never written):
+a frame has one writer at a time, readers never block it and learn from `validate` or `read` whether what they copied
+was stable. Each call is one native call per batch and releases the GIL. Frame numbers out of range raise IndexError, arrays
 of the wrong shape or dtype ValueError or TypeError, before anything is done.
 
     Exception
@@ -49,7 +49,7 @@ class RegionError(RuntimeError):
     """A region cannot do what was asked."""
 
 
-class WriterConflict(RegionError):  # noqa: N818 - names the fault
+class WriterConflict(RegionError):
     """The frames in `frames` have another writer, or were never begun."""
 
     def __init__(self, what: str, frames: list[int]) -> None:
@@ -57,7 +57,7 @@ class WriterConflict(RegionError):  # noqa: N818 - names the fault
         self.frames = frames
 
 
-class RegionTooLarge(RegionError):  # noqa: N818 - names the fault
+class RegionTooLarge(RegionError):
     """The memory for a region is not there."""
 
     def __init__(self, need_bytes: int, have_bytes: int, reserve_bytes: int, source: str) -> None:
@@ -68,7 +68,7 @@ class RegionTooLarge(RegionError):  # noqa: N818 - names the fault
         self.need_bytes, self.have_bytes, self.reserve_bytes = need_bytes, have_bytes, reserve_bytes
 
 
-class RegionClosed(RegionError):  # noqa: N818 - names the fault
+class RegionClosed(RegionError):
     """The region was closed, or belongs to the parent of this forked process, whose mappings are not inherited."""
 
 
