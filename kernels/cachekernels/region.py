@@ -3,8 +3,8 @@
 Thread safety: every method may run in any thread at any time, `close` not while an address of the region is in use.
 What races is settled by the protocol of the records (generation even = stable, odd = being written, 0 = never written):
 a frame has one writer at a time, readers never block it and learn from `validate` or `read` whether what they copied
-was stable. Each call is one native call per batch and releases the GIL. Frame numbers out of range raise IndexError, arrays
-of the wrong shape or dtype ValueError or TypeError, before anything is done.
+was stable. Each call is one native call per batch and releases the GIL. Frame numbers out of range raise IndexError,
+arrays of the wrong shape or dtype ValueError or TypeError, before anything is done.
 
     Exception
      ├─ RegionError (RuntimeError)

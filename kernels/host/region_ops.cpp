@@ -8,14 +8,6 @@
 namespace cachesvc {
 namespace {
 
-void check_frames(const Region& region, Frames frames, const char* name) {
-    for (size_t i = 0; i < frames.size(); ++i) {
-        if (frames[i] >= 0 && static_cast<size_t>(frames[i]) < region.num_frames()) continue;
-        throw std::out_of_range(std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(frames[i]) +
-                                ", expected [0, " + std::to_string(region.num_frames()) + ")");
-    }
-}
-
 std::vector<int32_t> frames_marked(Frames frames, const std::vector<uint8_t>& marks) {
     std::vector<int32_t> marked;
     for (size_t i = 0; i < frames.size(); ++i) {
@@ -47,6 +39,14 @@ bool read_frame(const Region& region, int32_t frame, uint64_t generation, void* 
 }
 
 }  // namespace
+
+void check_frames(const Region& region, Frames frames, const char* name) {
+    for (size_t i = 0; i < frames.size(); ++i) {
+        if (frames[i] >= 0 && static_cast<size_t>(frames[i]) < region.num_frames()) continue;
+        throw std::out_of_range(std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(frames[i]) +
+                                ", expected [0, " + std::to_string(region.num_frames()) + ")");
+    }
+}
 
 void frame_addresses(const Region& region, Frames frames, uint64_t* addresses) {
     check_frames(region, frames, "frames");

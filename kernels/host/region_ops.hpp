@@ -15,6 +15,9 @@ namespace cachesvc {
 
 using Frames = std::span<const int32_t>;
 
+// Throws std::out_of_range naming the first frame of `name` that the region does not have.
+void check_frames(const Region& region, Frames frames, const char* name);
+
 // Where each frame's bytes begin in this process, [n].
 void frame_addresses(const Region& region, Frames frames, uint64_t* addresses);
 
