@@ -1,4 +1,6 @@
-"""Every reason the node can give, once. The outcome of one page is `storage_backends.base.Outcome`; these are the rest.
+"""Every reason the node, or the cache of an engine above it, can give, once.
+
+The outcome of one page is `storage_backends.base.Outcome`; these are the rest.
 
 The values are metric labels and stay stable: rename one and every dashboard that shows it breaks.
 """
@@ -83,3 +85,33 @@ class TierError(StrEnum):
     TIMEOUT = "timeout"
     FAILED = "failed"
     UNEXPECTED = "unexpected"  # not one of the storage tier's own errors: a bug in the backend
+
+
+class PageDrop(StrEnum):
+    """Why a page that was worth keeping went no further down, in an engine's cache. Counted in pages."""
+
+    NO_FRAMES = "no_frames"  # no host frame could be had before it left the device, or after several tries
+    COPY_FAILED = "copy_failed"  # the device-to-host copy failed as it left the device
+    EVICTED_UNSTORED = "evicted_unstored"  # host memory was needed before it had reached storage
+    BACKUP_FULL = "backup_full"  # too many nodes waited for their turn to be stored
+    BACKUP_DECLINED = "backup_declined"  # the node did not take the op; it counts why
+    BACKUP_FAILED = "backup_failed"  # the node could not store it; it counts why
+    LOAD_FAILED = "load_failed"  # its host copy could not be loaded and is no longer trusted
+
+
+class PrefetchEnd(StrEnum):
+    """How the prefetch of one request ended, in an engine's cache. The first group never held a frame."""
+
+    BELOW_THRESHOLD = "below_threshold"  # too few tokens are missing to be worth asking
+    MISS = "miss"  # storage has none of them
+    HIT_BELOW_THRESHOLD = "hit_below_threshold"  # storage has too few of them
+    NO_FRAMES = "no_frames"  # not enough host frames could be had; tried again later
+    ANCHOR_NOT_ON_HOST = "anchor_not_on_host"  # the prefix above has no host copy and none could be made
+    DECLINED = "declined"  # the node did not take the op; it counts why
+    SUPERSEDED = "superseded"  # the request was admitted, or its wait was over, before storage had answered
+
+    COMPLETE = "complete"  # all that storage has of it arrived
+    DEADLINE = "deadline"  # the wait was over first; what had arrived is used, the rest was given up
+    BAD_PAGE = "bad_page"  # a page could not be read; the pages before it are used
+    ANCHOR_LOST = "anchor_lost"  # the prefix above lost its host copy meanwhile; what arrived was freed
+    ABORTED = "aborted"  # the request ended first
