@@ -102,11 +102,12 @@ class Region:
     ) -> Region:
         """Makes a region, all of its memory allocated. Blocks while the pages are cleared (seconds for many GiB).
 
+        touch_threads=0 is for tests and benchmarks: data pages come at first use, unchecked; a shortage is a SIGBUS.
         Takes huge pages where the system keeps enough of them free. Raises RegionTooLarge when the memory (or what the
         control group allows) is not there after `reserve_bytes` (default: 5 % of the machine, at most 2 GiB),
         ValueError or TypeError for impossible sizes, OSError from the kernel.
         """
-        huge_page_bytes = _affordable_pages(num_frames, frame_bytes, reserve_bytes)
+        huge_page_bytes = _affordable_pages(num_frames, frame_bytes, reserve_bytes) if touch_threads > 0 else 0
         return cls(_core.Region.create(num_frames, frame_bytes, touch_threads, huge_page_bytes))
 
     @classmethod

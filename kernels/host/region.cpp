@@ -211,7 +211,7 @@ std::shared_ptr<Region> Region::create(const RegionShape& shape, unsigned touch_
     if (pwrite(directory_fd.get(), &header, sizeof(header), 0) != sizeof(header)) throw_errno("writing region header");
     std::shared_ptr<Region> region(new Region(header, std::move(data_fd), std::move(directory_fd)));
     populate_in_parallel(region->directory_.data(), region->directory_.bytes(), touch_threads);
-    populate_in_parallel(region->data_.data(), region->data_.bytes(), touch_threads);
+    if (touch_threads > 0) populate_in_parallel(region->data_.data(), region->data_.bytes(), touch_threads);
     seal(region->data_fd());
     seal(region->directory_fd());
     return region;

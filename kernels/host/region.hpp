@@ -84,8 +84,8 @@ struct RegionShape {
 
 class Region {
 public:
-    // Makes both memfds, reserves every page with `touch_threads` threads, seals. `huge_page_bytes`: 0, or a size for
-    // which the system has reserved enough huge pages. Throws std::system_error.
+    // Makes both memfds, reserves every page with `touch_threads` threads (0: leaves the data to first use), seals.
+    // `huge_page_bytes`: 0, or a size of which the system keeps enough pages free. Throws std::system_error.
     static std::shared_ptr<Region> create(const RegionShape& shape, unsigned touch_threads, size_t huge_page_bytes);
     // Maps an existing region; the fds are duplicated, the caller keeps its own. Throws RegionInvalid,
     // std::system_error.
