@@ -39,6 +39,10 @@ class Fields:
         """The raw value or None."""
         return self._raw.get(name)
 
+    def path(self, name: str) -> str:
+        """How the field is called in a complaint."""
+        return self._prefix + name
+
     def fail(self, name: str, expected: str) -> NoReturn:
         """Complain about a field."""
         raise BadRequest(f"{self._prefix}{name} must be {expected}, got {shown(self._raw.get(name))}")

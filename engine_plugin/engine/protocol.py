@@ -17,6 +17,8 @@ from engine_plugin.hicache.base import NO_SCOPE
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63
+UNLIMITED_TOKENS = 2**31
+"""As many output tokens as there is room for."""
 
 NEUTRAL_FIELDS: Mapping[str, tuple[object, ...]] = {
     "return_logprob": (False,),
@@ -91,7 +93,7 @@ def parse_generate(body: object) -> GenerateCall:
     prompts, is_batch = _prompts(raw)
     params = _per_prompt(raw, "sampling_params", len(prompts), is_batch)
     rids = _rids(raw, len(prompts), is_batch)
-    scope = _scope(raw)
+    scope = scope_of(raw)
     tasks = []
     for prompt, one, rid in zip(prompts, params, rids, strict=True):
         sampling, max_new_tokens = parse_sampling(one)
@@ -103,23 +105,26 @@ def parse_sampling(body: object) -> tuple[SamplingParams, int | None]:
     """SGLang's `sampling_params`, and its max_new_tokens as given (None: not given)."""
     raw = Fields({} if body is None else body, "sampling_params")
     raw.only({one.name for one in fields(SamplingParams)} | {"sampling_seed"}, NEUTRAL_SAMPLING)
-    seed = raw.integer("seed", None, least=0, most=MAX_SEED - 1)
-    if seed is None:
-        seed = raw.integer("sampling_seed", None, least=0, most=MAX_SEED - 1)
     default = SamplingParams()
     max_new_tokens = raw.integer("max_new_tokens", None, least=0)
     params = SamplingParams(
         max_new_tokens=default.max_new_tokens if max_new_tokens is None else max_new_tokens,
         temperature=temperature(raw, default.temperature),
         top_p=top_p(raw, default.top_p),
-        top_k=_top_k(raw, default.top_k),
+        top_k=top_k(raw, default.top_k),
         stop=stop_strings(raw),
-        stop_token_ids=_stop_token_ids(raw),
+        stop_token_ids=stop_token_ids(raw),
         ignore_eos=raw.boolean("ignore_eos", default.ignore_eos),
         skip_special_tokens=raw.boolean("skip_special_tokens", default.skip_special_tokens),
-        seed=seed,
+        seed=seed(raw),
     )
     return params, max_new_tokens
+
+
+def seed(raw: Fields) -> int | None:
+    """`seed`, or `sampling_seed` as SGLang calls it."""
+    value = raw.integer("seed", None, least=0, most=MAX_SEED - 1)
+    return value if value is not None else raw.integer("sampling_seed", None, least=0, most=MAX_SEED - 1)
 
 
 def temperature(raw: Fields, default: float) -> float:
@@ -163,7 +168,7 @@ def _prompts(raw: Fields) -> tuple[list[Prompt], bool]:
     is_batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     lists = ids if is_batch else [ids]
     assert isinstance(lists, list)
-    _check_count(raw, "input_ids", lists)
+    check_count("input_ids", lists)
     names = [f"input_ids[{number}]" if is_batch else "input_ids" for number in range(len(lists))]
     return [Prompt(None, token_ids(one, name)) for one, name in zip(lists, names, strict=True)], is_batch
 
@@ -171,14 +176,15 @@ def _prompts(raw: Fields) -> tuple[list[Prompt], bool]:
 def _text_prompts(raw: Fields, text: object) -> tuple[list[Prompt], bool]:
     is_batch = isinstance(text, list)
     texts = text if isinstance(text, list) else [text]
-    _check_count(raw, "text", texts)
+    check_count("text", texts)
     strings = [one for one in texts if isinstance(one, str)]
     if len(strings) != len(texts):
         raw.fail("text", "a string or a list of strings")
     return [Prompt(one, None) for one in strings], is_batch
 
 
-def _check_count(raw: Fields, name: str, prompts: list[object]) -> None:
+def check_count(name: str, prompts: list[object]) -> None:
+    """Refuse a batch of none or of too many."""
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise BadRequest(f"{name} has {len(prompts)} prompts: from 1 to {MAX_PROMPTS} expected")
 
@@ -203,22 +209,25 @@ def _rids(raw: Fields, count: int, is_batch: bool) -> list[str | None]:
     return rids
 
 
-def _scope(raw: Fields) -> bytes:
+def scope_of(raw: Fields) -> bytes:
+    """The digest of `cache_salt` and `extra_key`: requests that differ in either share no cached prefix."""
     salt, extra_key = raw.string("cache_salt"), raw.string("extra_key")
     if not salt and not extra_key:
         return NO_SCOPE
     return scope_digest(salt=json.dumps([salt, extra_key]))
 
 
-def _top_k(raw: Fields, default: int) -> int:
+def top_k(raw: Fields, default: int) -> int:
+    """A whole number >= 1, or -1 for all."""
     value = raw.integer("top_k", default, least=-1)
     if value == 0:
         raw.fail("top_k", "a whole number of at least 1, or -1 for the whole vocabulary")
     return value
 
 
-def _stop_token_ids(raw: Fields) -> frozenset[int]:
+def stop_token_ids(raw: Fields) -> frozenset[int]:
+    """A list of token ids."""
     value = raw.get("stop_token_ids")
     if value is None:
         return frozenset()
-    return frozenset(token_ids(value, "sampling_params.stop_token_ids").tolist())
+    return frozenset(token_ids(value, raw.path("stop_token_ids")).tolist())

@@ -92,6 +92,12 @@ class RequestTimes:
         """From arrival to the first output token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrived_s
 
+    def between_tokens_s(self, num_tokens: int) -> float | None:
+        """The mean time from one of `num_tokens` output tokens to the next; None with less than two."""
+        if num_tokens < 2 or self.first_token_s is None or self.last_token_s is None:
+            return None
+        return (self.last_token_s - self.first_token_s) / (num_tokens - 1)
+
     @property
     def end_to_end_s(self) -> float | None:
         """From arrival to the end."""

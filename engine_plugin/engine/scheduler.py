@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from engine_plugin.engine.batch import ForwardBatch
@@ -121,6 +121,11 @@ class Scheduler:
         """What happened to requests since the last call, in order."""
         taken, self._progress = self._progress, []
         return taken
+
+    def state(self) -> dict[str, float]:
+        """Queue lengths, totals and the cache's counters."""
+        counts = asdict(self.counts)
+        return {"running": len(self.running), "waiting": len(self.waiting), **counts, **self.cache.counters()}
 
     def flush(self) -> FlushResult:
         """Empty the upper tiers if nothing waits or runs."""

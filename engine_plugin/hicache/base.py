@@ -47,6 +47,10 @@ class CachedTokens:
         """Tokens in [0, total) need no compute."""
         return self.device + self.host + self.storage
 
+    def by_source(self) -> dict[str, int]:
+        """The three numbers by the name of their tier."""
+        return {"device": self.device, "host": self.host, "storage": self.storage}
+
 
 class CloseReason(StrEnum):
     """Why a handle was closed; a label of the cache's counters."""

@@ -1,0 +1,91 @@
+"""What the engine counts, under SGLang's metric names, and the text that Prometheus reads.
+
+DESIGN. Request metrics are counted where answers leave (the HTTP side), queue sizes are asked for when somebody looks,
+and the cache's own counters come as a snapshot that the engine's thread publishes, so that a scrape never waits for a
+forward. Every label value exists from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+
+from cachesvc.metrics import Registry
+from engine_plugin.engine.request import Request
+
+CACHE_SOURCES = ("device", "host", "storage")
+FINISH_TYPES = ("stop", "length", "abort")
+PREFIX = "cachesvc_"
+"""The cache's counters get it unless they carry it already."""
+
+HISTOGRAM_ENDINGS = ("_bucket", "_count", "_sum")
+
+
+class EngineMetrics:
+    """Counters and histograms of requests. Observed from one thread, read from any."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        counter, histogram = self.registry.counter, self.registry.histogram
+        self._prompt_tokens = counter("sglang:prompt_tokens_total", "Prompt tokens of finished requests")
+        self._generated_tokens = counter("sglang:generation_tokens_total", "Generated tokens")
+        self._cached_tokens = counter(
+            "sglang:cached_tokens_total", "Prompt tokens that were not computed", cache_source=CACHE_SOURCES
+        )
+        self._requests = counter("sglang:num_requests_total", "Finished requests", finish=FINISH_TYPES)
+        self._aborted = counter("sglang:num_aborted_requests_total", "Requests that ended by an abort")
+        self._first_token = histogram("sglang:time_to_first_token_seconds", "From arrival to the first token")
+        self._end_to_end = histogram("sglang:e2e_request_latency_seconds", "From arrival to the end")
+        self._queue = histogram("sglang:queue_time_seconds", "From arrival to the first admission")
+        self._between = histogram("sglang:inter_token_latency_seconds", "Mean time between tokens of one request")
+
+    def add_gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
+        """A value that is asked for at each look."""
+        self.registry.gauge(name, help_text, read)
+
+    def finished(self, request: Request) -> None:
+        """Count a request that ended, whatever way."""
+        finish = request.finish
+        kind = finish.type if finish is not None else "abort"
+        self._requests.inc(1, kind)
+        if kind == "abort":
+            self._aborted.inc()
+        self._prompt_tokens.inc(request.prompt_length)
+        self._generated_tokens.inc(request.num_output_tokens)
+        for source in CACHE_SOURCES:
+            self._cached_tokens.inc(request.cached.by_source()[source], source)
+        self._observe_times(request)
+
+    def _observe_times(self, request: Request) -> None:
+        times = request.times
+        for histogram, seconds in (
+            (self._first_token, times.first_token_latency_s),
+            (self._end_to_end, times.end_to_end_s),
+            (self._queue, times.queue_s),
+            (self._between, times.between_tokens_s(request.num_output_tokens)),
+        ):
+            if seconds is not None:
+                histogram.observe(seconds)
+
+    def text(self, cache_counters: Mapping[str, float]) -> str:
+        """Everything in Prometheus's text format, the cache's counters last."""
+        lines = []
+        for metric in self.registry.metrics():
+            lines += [f"# HELP {metric.name} {metric.help_text}", f"# TYPE {metric.name} {metric.kind}"]
+            lines += [f"{sample.text()} {sample.value}" for sample in metric.samples()]
+        return "\n".join([*lines, *_cache_lines(cache_counters)]) + "\n"
+
+
+def _cache_lines(counters: Mapping[str, float]) -> Iterable[str]:
+    named = [(key if key.startswith(PREFIX) else PREFIX + key, value) for key, value in counters.items()]
+    histograms = {key.split("{")[0].removesuffix("_bucket") for key, _ in named if "_bucket{" in key}
+
+    def family(item: tuple[str, float]) -> str:
+        name = item[0].split("{")[0]
+        base = next((name.removesuffix(end) for end in HISTOGRAM_ENDINGS if name.endswith(end)), name)
+        return base if base in histograms else name
+
+    for name, samples in groupby(sorted(named, key=family), family):
+        kind = "histogram" if name in histograms else "counter" if name.endswith("_total") else "gauge"
+        yield f"# TYPE {name} {kind}"
+        yield from (f"{key} {value}" for key, value in samples)
