@@ -22,11 +22,13 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-U32 = NDArray[np.uint32]
-I32 = NDArray[np.int32]
+from cachekernels import arrays
+
+U32 = arrays.U32
+I32 = arrays.I32
 I64 = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-Keys = NDArray[np.uint8]  # [n, 32], page keys
+Bools = arrays.Bools
+Keys = arrays.Keys  # [n, 32], page keys
 NodeId = int
 OpId = int
 
@@ -40,7 +42,7 @@ class TreeError(RuntimeError):
     """A call that the tree's state does not allow; nothing was changed."""
 
 
-class StaleNode(TreeError):  # noqa: N818 - the contract's name
+class StaleNode(TreeError):
     """The node behind this id is gone."""
 
 
@@ -48,11 +50,11 @@ class LockError(TreeError):
     """An unlock without its lock, or a drop of something locked."""
 
 
-class Busy(TreeError):  # noqa: N818 - the contract's name
+class Busy(TreeError):
     """Locks or ops are held; the message counts and names them."""
 
 
-class UnknownOp(TreeError):  # noqa: N818 - reads as the fault it is
+class UnknownOp(TreeError):
     """No such op in progress: never begun, or already finished."""
 
 
@@ -60,7 +62,7 @@ class StateError(RuntimeError):
     """A slot is not in the state its mover says it is in; nothing was moved."""
 
 
-class DoubleFree(StateError):  # noqa: N818 - the contract's name
+class DoubleFree(StateError):
     """A slot that is already free (or is named twice in one call) was freed."""
 
 
@@ -196,13 +198,14 @@ class NodeInfo(NamedTuple):
 
 
 class TreeStats(NamedTuple):
-    """Totals, all O(1)."""
+    """Totals. device_pages + detached_pages and host_frames + staged_frames + orphans are what the tree owns."""
 
     nodes: int  # without scope roots
     scopes: int
     device_pages: int
     host_frames: int
     staged_frames: int  # given to write ops that have not ended
+    detached_pages: int  # taken from a load that failed above, given back when that load ends
     orphans: int
     evictable_device_pages: int  # what evict_device can free at most, copies included
     evictable_host_frames: int  # what evict_host can free at most

@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace cachesvc {
 
@@ -123,6 +124,19 @@ NumpyArray<T> new_array(Lengths... lengths) {
     auto data = std::make_unique_for_overwrite<T[]>(size);
     nanobind::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
     return NumpyArray<T>(data.release(), sizeof...(lengths), shape, owner);
+}
+
+// A numpy array that takes a vector's memory over: [n], or [n / row_length, row_length]. Needs the GIL.
+template <class T>
+NumpyArray<T> array_of(std::vector<T> values, size_t row_length = 0) {
+    auto kept = std::make_unique<std::vector<T>>(std::move(values));
+    const size_t rows = row_length ? kept->size() / row_length : kept->size();
+    const size_t shape[] = {rows, row_length};
+    static T nothing{};  // an empty vector has no memory, and a null array would not be a numpy array
+    T* data = kept->empty() ? &nothing : kept->data();
+    nanobind::capsule owner(kept.get(), [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+    kept.release();
+    return NumpyArray<T>(data, row_length ? 2 : 1, shape, owner);
 }
 
 }  // namespace cachesvc

@@ -21,9 +21,8 @@ from cachekernels.tree_types import (
 
 from tests.oracles.radix_node import Node, Op, i64, ints, key_rows, u32
 
-IDLE_SCOPES = (
-    1024  # idle scope roots are swept when this many scopes exist, or twice those that survived the last sweep
-)
+# Idle scope roots are swept when this many scopes exist, or twice those that survived the last sweep.
+IDLE_SCOPES = 1024
 
 
 class NodeStore:
@@ -119,7 +118,8 @@ class NodeStore:
                 frames += node.host
                 node.host = None
         for node in reversed(below):
-            self._settle(node)
+            if node.id in self._nodes:  # else it went with a child of its
+                self._settle(node)
         return frames
 
     def _child(self, node: Node, tokens: list[int], at: int) -> tuple[Node | None, int]:
@@ -235,6 +235,7 @@ class NodeStore:
             device_pages=sum(len(node.device or ()) for node in nodes),
             host_frames=sum(len(node.host or ()) for node in nodes),
             staged_frames=sum(len(node.staged or ()) for node in nodes),
+            detached_pages=sum(len(op.detached or ()) for op in self._ops.values()),
             orphans=len(self._orphans),
             evictable_device_pages=sum(len(node.device or ()) for node in nodes if not node.locks[DEVICE]),
             evictable_host_frames=sum(len(node.host or ()) for node in nodes if not node.locks[HOST]),
