@@ -11,7 +11,7 @@ from engine_plugin.engine.request import FinishReason, Request, SamplingParams
 from engine_plugin.engine.scheduler import Limits, Scheduler
 from engine_plugin.hicache.base import CacheHandle, LayerGate, LoadFailed, OpenGate, PrefixCache
 from engine_plugin.hicache.no_cache import NoCache
-from tests.oracles.token_model import TokenModel
+from tests.oracles.token_model import TokenModel, new_planes
 
 
 class FakeClock:
@@ -93,11 +93,13 @@ class Engine:
         context_tokens: int = 1000,
         eos: frozenset[int] = frozenset(),
         reserve_tokens: int = 32,
+        model: TokenModel | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.cache = cache
-        self.model = TokenModel(num_pages, cache.page_size)
-        limits = Limits(max_running, chunk_tokens, num_pages * cache.page_size, context_tokens, reserve_tokens)
+        num_slots = num_pages * cache.page_size
+        self.model = model if model is not None else TokenModel(new_planes(num_slots), cache.page_size)
+        limits = Limits(max_running, chunk_tokens, num_slots, context_tokens, reserve_tokens)
         self.scheduler = Scheduler(cache, self.model, limits, eos_token_ids=eos, clock=self.clock)
         self.finished: dict[str, FinishReason] = {}
         self.order: list[str] = []

@@ -22,7 +22,7 @@ from engine_plugin.engine.request import Request
 from engine_plugin.engine.scheduler import Limits, Scheduler
 from engine_plugin.engine.service import EngineService, Vocabulary
 from engine_plugin.hicache.no_cache import NoCache
-from tests.oracles.token_model import VOCAB, TokenModel
+from tests.oracles.token_model import VOCAB, TokenModel, new_planes
 
 
 class Letters:
@@ -48,7 +48,7 @@ class HeldModel(TokenModel):
     """Computes only while it is let: a test can look at a server in the middle of a request."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(num_pages, page_size)
+        super().__init__(new_planes(num_pages * page_size), page_size)
         self.may_run = threading.Event()
         self.may_run.set()
         self.has_begun = threading.Event()

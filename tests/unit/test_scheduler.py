@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from engine_plugin.engine.scheduler import MAX_LOAD_FAILURES
@@ -117,7 +118,7 @@ def test_a_reserve_keeps_requests_from_being_admitted_in_order_to_be_retracted()
 
 def test_alone_without_room_it_waits_for_transfers_and_then_ends() -> None:
     run, cache = engine(num_pages=4, page_size=2, reserve_tokens=0)
-    stolen = cache.open(99, run.model.slots.astype("uint32"), bytes(32), max_cached_tokens=0)
+    stolen = cache.open(99, np.zeros(9, np.uint32), bytes(32), max_cached_tokens=0)
     assert cache.admit(stolen, 4)
     run.add(prompt(4), 4)
     run.step()
@@ -131,7 +132,7 @@ def test_alone_without_room_it_waits_for_transfers_and_then_ends() -> None:
 
 def test_a_request_that_nothing_can_help_is_ended_with_a_reason() -> None:
     run, cache = engine(num_pages=4, page_size=2, reserve_tokens=0)
-    stolen = cache.open(99, run.model.slots.astype("uint32"), bytes(32), max_cached_tokens=0)
+    stolen = cache.open(99, np.zeros(9, np.uint32), bytes(32), max_cached_tokens=0)
     assert cache.admit(stolen, 6)
     run.add(prompt(4), 4)
     run.run()
