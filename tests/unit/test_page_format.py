@@ -1,11 +1,8 @@
 """The stored page header: equal to its description, and nothing damaged passes."""
 
-import ctypes
 import dataclasses
 import hashlib
 import json
-import mmap
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +15,7 @@ from cachekernels.pages import PageCheck
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.lost_memory import LostMemory
 from tests.oracles import page_header as oracle
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "page_header.json").read_text())
@@ -175,30 +173,17 @@ def test_crc_of_the_published_check_value() -> None:
     assert _core.crc32c(b"123456789") == 0xE3069283
 
 
-@pytest.fixture
-def lost_address(tmp_path: Path) -> Iterator[int]:
-    """An address whose memory the kernel cannot give: a mapped file that was cut."""
-    path = tmp_path / "cut"
-    path.write_bytes(bytes(8192))
-    fd = os.open(path, os.O_RDWR)
-    with mmap.mmap(fd, 8192) as mapping:
-        view = ctypes.c_char.from_buffer(mapping)
-        os.ftruncate(fd, 0)
-        yield ctypes.addressof(view)
-        del view
-    os.close(fd)
-
-
-def test_lost_memory_is_an_error_not_a_crash(lost_address: int) -> None:
+def test_lost_memory_is_an_error_not_a_crash() -> None:
     batch = Batch()
     addresses = batch.addresses()
-    addresses[1] = lost_address
-    with pytest.raises(_core.MemoryFault, match="item 1 of the batch"):
-        pages.encode_headers(batch.ids, NAMESPACE, addresses, 1000, 128)
-    with pytest.raises(_core.MemoryFault, match="item 1 of the batch"):
-        pages.check_pages(batch.headers, batch.ids, NAMESPACE, addresses, 1000)
-    with pytest.raises(OSError, match="item 1 of the batch"):
-        pages.xxh3_128(addresses, np.full(3, 1000, np.uint64))
+    with LostMemory() as lost:
+        addresses[1] = lost.address
+        with pytest.raises(_core.MemoryFault, match="item 1 of the batch"):
+            pages.encode_headers(batch.ids, NAMESPACE, addresses, 1000, 128)
+        with pytest.raises(_core.MemoryFault, match="item 1 of the batch"):
+            pages.check_pages(batch.headers, batch.ids, NAMESPACE, addresses, 1000)
+        with pytest.raises(OSError, match="item 1 of the batch"):
+            pages.xxh3_128(addresses, np.full(3, 1000, np.uint64))
     assert batch.check() == OK3
 
 
