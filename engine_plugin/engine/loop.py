@@ -156,6 +156,8 @@ class EngineLoop:
         except BaseException as error:
             self.fatal = error
             log.critical("the engine stopped: its state is unknown after this error", exc_info=error)
+            for request in (*self._scheduler.waiting, *self._scheduler.running):
+                self._refuse(request, "the engine stopped after an error", 500)
             self._on_fatal()
         finally:
             self._refuse_what_waits()
@@ -221,7 +223,7 @@ class EngineLoop:
         for command in self._commands:
             command.refuse()
         for flush in self._flushes:
-            flush.future.set_result(FlushResult(ok=False, pending={"shutdown": 1}))
+            flush.future.set_exception(_stopped())
 
     def _publish_counters(self, *, is_final: bool) -> None:
         now_s = self._clock()
