@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn
 
-from storage_backends.registry import known_backends
-
 from engine_plugin.hicache.config import CacheMode, PrefetchPolicy, WritePolicy
+from storage_backends.registry import known_backends
 
 PAGE_SIZE_ALONE = 1
 PAGE_SIZE_WITH_STORAGE = 64
