@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine_plugin.hicache.config import CacheMode, PrefetchPolicy, WritePolicy
 from storage_backends.registry import known_backends
@@ -54,7 +54,7 @@ class EngineArgs:
     prefetch_policy: PrefetchPolicy
     storage_backend: str | None
     storage_config: dict[str, object] = field(default_factory=dict)
-    cache_options: dict[str, float] = field(default_factory=dict)
+    cache_options: dict[str, Any] = field(default_factory=dict)
     enable_cache_report: bool
     enable_metrics: bool
     drain_timeout_s: float
@@ -144,13 +144,13 @@ def parse_args(argv: Sequence[str]) -> EngineArgs:
     )
 
 
-def split_extra_config(text: str | None) -> tuple[dict[str, object], dict[str, float]]:
+def split_extra_config(text: str | None) -> tuple[dict[str, object], dict[str, Any]]:
     """The extra config, inline JSON or `@file.json` / `@file.toml`, as (the backend's keys, fields of CacheConfig).
 
     Raises ValueError naming what is wrong.
     """
     backend = _read_extra_config(text) if text else {}
-    core: dict[str, float] = {}
+    core: dict[str, Any] = {}
     for key, (name, kinds) in CORE_KEYS.items():
         if key not in backend:
             continue

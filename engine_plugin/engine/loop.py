@@ -82,7 +82,7 @@ class EngineLoop:
         self._drain_s = 0.0
         self._step_began_s: float | None = None
         self._counters_at_s = clock()
-        self.cache_counters: Mapping[str, float] = dict(scheduler.cache.counters())
+        self.counters: Mapping[str, float] = scheduler.counters()
         self.num_step_errors = 0
         self._num_errors_in_a_row = 0
         self.num_unpersisted_pages = 0
@@ -229,7 +229,7 @@ class EngineLoop:
         now_s = self._clock()
         if is_final or now_s - self._counters_at_s >= COUNTERS_PERIOD_S:
             self._counters_at_s = now_s
-            self.cache_counters = dict(self._scheduler.cache.counters())
+            self.counters = self._scheduler.counters()
 
     def _shut_down(self) -> None:
         self._scheduler.abort(lambda request: True, "the server is shutting down", 503)

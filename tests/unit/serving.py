@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from engine_plugin.engine.batch import ForwardBatch
 from engine_plugin.engine.http import ServerInfo, build_app
 from engine_plugin.engine.loop import EngineLoop
+from engine_plugin.engine.metrics import add_engine_gauges
 from engine_plugin.engine.openai import OpenAIRoutes
 from engine_plugin.engine.request import Request
 from engine_plugin.engine.scheduler import Limits, Scheduler
@@ -139,6 +140,7 @@ async def serving(
         has_cache_report=bool(options.get("has_cache_report", True)),
     )
     app = build_app(service, info, OpenAIRoutes(service, info, lambda: 1234.5).routes())
+    add_engine_gauges(service.metrics, scheduler)
     service.connect(engine, asyncio.get_running_loop())
     engine.start()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

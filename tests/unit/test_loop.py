@@ -163,14 +163,14 @@ def test_a_flush_gives_up_at_its_deadline_and_says_what_is_pending(running: Runn
 
 
 def test_counters_are_exact_once_it_sleeps(running: Running) -> None:
-    assert running.engine.cache_counters["device_pages_free"] == 16
+    assert running.engine.counters["device_pages_free"] == 16
     running.cache.is_ready = False
     handle = running.engine.ask(
         lambda scheduler: scheduler.cache.open(7, np.array(PROMPT, np.uint32), bytes(32), max_cached_tokens=2)
     ).result(60)
     running.engine.ask(lambda scheduler: scheduler.cache.admit(handle, 9)).result(60)
     running.engine.ask(lambda scheduler: None).result(60)  # the turn before this one ended asleep
-    assert running.engine.cache_counters["device_pages_free"] == 13
+    assert running.engine.counters["device_pages_free"] == 13
     running.engine.ask(lambda scheduler: scheduler.cache.close(handle, None, "aborted")).result(60)
 
 
