@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_plugin.hicache.base import LayerGate
+
 U32 = NDArray[np.uint32]
 I32 = NDArray[np.int32]
-
-
-class LayerWait(Protocol):
-    """What the runner asks of a gate. `engine_plugin.hicache.base.LayerGate` is the real one."""
-
-    def wait(self, layer: int) -> None:
-        """Blocks until the KV of `layer` that this batch reads is in the pool; raises `LoadFailed` if it never will."""
-
-
-class OpenGate:
-    """A gate with nothing to wait for: no load is under way."""
-
-    def wait(self, layer: int) -> None:
-        """Returns at once."""
 
 
 @dataclass
@@ -51,4 +38,4 @@ class ForwardBatch:
     """One forward pass. The sequences share no page that one of them writes; pages that all only read may be shared."""
 
     sequences: AbstractSequence[Sequence]
-    gate: LayerWait
+    gate: LayerGate

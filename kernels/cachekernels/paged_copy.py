@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cachekernels import _core
-from cachekernels.arrays import I32, U64
+
+U64 = NDArray[np.uint64]
+I32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
