@@ -1,5 +1,6 @@
 """What a recorded session is, whatever file it came from: a name and, turn by turn, the tokens of a whole prompt."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,3 +71,23 @@ class TextRecording(Recording):
         if shrink != 1:
             raise ValueError(f"text of session {self.name!r} cannot be shrunk (asked: {shrink})")
         return encoder.encode_chat(self.prompts[turn])
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one agent sends: `prompts[turn]` is the whole prompt, uint32 [n]. Replies in it come from the script."""
+
+    name: str
+    prompts: tuple[U32, ...]
+
+
+def working_set_tokens(sessions: Sequence[Session], page_size: int) -> int:
+    """Tokens in distinct whole pages of all prompts: what a cache must hold to compute nothing twice."""
+    pages = set()
+    for session in sessions:
+        for prompt in session.prompts:
+            digest = hashlib.sha256()
+            for begin in range(0, len(prompt) - page_size + 1, page_size):
+                digest.update(prompt[begin : begin + page_size].tobytes())
+                pages.add(digest.copy().digest())  # names the page and everything before it
+    return len(pages) * page_size

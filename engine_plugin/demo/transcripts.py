@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from engine_plugin.demo.block_traces import BlockPrompt, BlockRecording
+from engine_plugin.demo.errors import TranscriptError
 from engine_plugin.demo.recordings import Message, Recording, TextRecording
 
 ACCEPTED_FORMATS = (
@@ -25,12 +26,8 @@ Row = dict[str, Any]  # a JSON object of somebody else's file
 Reader = Callable[[Path, Sequence[Row]], list[Recording]]
 
 
-class TranscriptError(ValueError):
-    """A file of none of the accepted formats, or with a line that does not fit its format. Names file and line."""
-
-
 def read_recordings(path: Path) -> list[Recording]:
-    """Every session of the file, those with most turns first. Raises TranscriptError, or OSError (unreadable)."""
+    """Every session of the file, those with most turns first. Raises TranscriptError."""
     rows = _objects(path)
     for keys, reader in _READERS:
         if all(key in rows[0] for key in keys):
@@ -60,6 +57,8 @@ def _objects(path: Path) -> list[Row]:
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         is_document = not lines or not _is_json(lines[0][1])
         rows = [json.loads(text)] if is_document else [_parse_line(path, number, line) for number, line in lines]
+    except OSError as error:
+        raise TranscriptError(f"{path}: cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise TranscriptError(f"{path}: not JSON ({error}). Accepted: {ACCEPTED_FORMATS}") from error
     if not all(isinstance(row, dict) for row in rows):
@@ -128,7 +127,7 @@ def _read_mooncake(path: Path, rows: Sequence[Row]) -> list[Recording]:
         prompt = _block_prompt(path, f"request {number}", row, "input_length")
         ids = prompt.hash_ids.tolist()
         index = next(
-            (conversation_of[block] for block in reversed(ids[1:]) if block in conversation_of), len(conversations)
+            (conversation_of[block] for block in reversed(ids) if block in conversation_of), len(conversations)
         )
         if index == len(conversations):
             conversations.append([])

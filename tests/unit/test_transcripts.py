@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from engine_plugin.demo.block_traces import BlockRecording, synthetic_blocks
+from engine_plugin.demo.errors import TranscriptError
 from engine_plugin.demo.recordings import Message, Recording, TextRecording
-from engine_plugin.demo.transcripts import MOONCAKE_BLOCK_TOKENS, TranscriptError, read_recordings
+from engine_plugin.demo.transcripts import MOONCAKE_BLOCK_TOKENS, read_recordings
 from tests.helpers import traces
 from tests.helpers.encoder import ByteEncoder
 
@@ -66,10 +67,11 @@ def test_swe_agent_prompts_are_the_history_before_each_reply(tmp_path: Path) -> 
 def test_content_parts_of_newer_swe_agent_files_are_joined(tmp_path: Path) -> None:
     path = tmp_path / "parts.traj"
     parts = [{"type": "text", "text": "one "}, {"type": "image_url"}, {"type": "text", "text": "two"}]
-    history = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+    opening = {"role": "assistant", "content": "nobody has asked yet"}
+    history = [opening, {"role": "user", "content": parts}, {"role": "assistant", "content": None}]
     path.write_text(json.dumps({"history": history}))
     (recording,) = read_text(path)
-    assert recording.prompts == ((Message("user", "one two"),),)
+    assert recording.prompts == ((Message("assistant", opening["content"]), Message("user", "one two")),)
 
 
 @pytest.mark.parametrize("name", ["mooncake", "claude-code"])
@@ -112,12 +114,17 @@ def test_shrunk_prompts_keep_the_prefix_structure(tmp_path: Path) -> None:
 
 def test_mooncake_requests_are_grouped_into_conversations(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    requests = [[0, 1, 2], [0, 3, 4], [0, 1, 5, 6], [0, 9], [0, 1, 5, 7, 8], [0, 3, 10]]
+    requests = [[0, 1, 2], [0, 3, 4], [0, 1, 5, 6], [0, 9], [0, 1, 5, 7, 8], [0, 3, 10], [0, 11]]
     path.write_text(
         "".join(json.dumps({"input_length": len(ids) * 512 - 9, "hash_ids": ids}) + "\n" for ids in requests)
     )
     conversations = [[prompt.hash_ids.tolist() for prompt in recording.prompts] for recording in read_blocks(path)]
-    assert conversations == [[requests[0], requests[2], requests[4]], [requests[1], requests[5]], [requests[3]]]
+    assert conversations == [
+        [requests[0], requests[2], requests[4]],
+        [requests[1], requests[5]],
+        [requests[3]],
+        [requests[6]],
+    ]
 
 
 def test_claude_code_sub_agents_are_sessions_of_their_own(tmp_path: Path) -> None:
@@ -178,8 +185,8 @@ def test_a_broken_line_is_named(tmp_path: Path, content: str, message: str) -> N
 def test_line_separators_inside_a_string_do_not_cut_the_line(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
     row = {"session_id": "a", "input": "one\u2028two\x85three", "output": ""}
-    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_text(path)[0].prompts[0][0].content == row["input"]
+    path.write_text(2 * (json.dumps(row, ensure_ascii=False) + "\n"), encoding="utf-8")
+    assert [prompt[0].content for prompt in read_text(path)[0].prompts] == 2 * [row["input"]]
 
 
 def test_the_real_recordings_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""The three runs: how each engine is started, and what is asked of it before it stops."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine_plugin.demo.client import EngineClient
+from engine_plugin.demo.engines import EngineProcess
+from engine_plugin.demo.errors import EngineError
+from engine_plugin.demo.play import RunResult, TierBytes, measure_speed, play
+from engine_plugin.demo.report import RUN_STYLES
+from engine_plugin.demo.screen import Screen
+from engine_plugin.demo.sizing import Plan, Speed
+
+ENGINE_COMMAND = (sys.executable, "-m", "engine_plugin.launch_server")
+DRAIN_TIMEOUT_S = 60
+RUN_NAMES = ("without tiers", "with tiers", "after restart")
+_CALIBRATION_POOL_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Engines:
+    """How to start engines. `command` is the program; `extra` goes last, so that it wins over what the demo chose."""
+
+    command: tuple[str, ...]
+    extra: tuple[str, ...]
+    page_size: int
+    work_dir: Path
+
+    def process(self, name: str, pool_tokens: int, *tier_flags: str) -> EngineProcess:
+        """An engine on a free loopback port with a device pool of pool_tokens."""
+        place = ("--host", "127.0.0.1", "--port", "0")
+        pool = ("--page-size", str(self.page_size), "--max-total-tokens", str(pool_tokens))
+        flags = (*place, *pool, "--drain-timeout", str(DRAIN_TIMEOUT_S), *tier_flags, *self.extra)
+        log_path = self.work_dir / f"engine-{name.replace(' ', '-')}.log"
+        return EngineProcess((*self.command, *flags), log_path, stop_timeout_s=1.5 * DRAIN_TIMEOUT_S)
+
+    @property
+    def storage_dir(self) -> Path:
+        """Where the file tier keeps its pages, the same for the second and the third run."""
+        return self.work_dir / "storage"
+
+    def tier_flags(self) -> tuple[str, ...]:
+        """Host memory of the default size (twice the device pool) and files below it."""
+        config = json.dumps({"path": str(self.storage_dir)})
+        return (
+            "--enable-hierarchical-cache",
+            "--hicache-storage-backend",
+            "file",
+            "--hicache-storage-backend-extra-config",
+            config,
+        )
+
+
+def measure(engines: Engines, vocab_size: int) -> Speed:
+    """The speed of this machine, from an engine that lives only for it. Raises EngineError."""
+    engine = engines.process("speed", _CALIBRATION_POOL_TOKENS)
+    with _explained(engine), engine:
+        return measure_speed(engine.client(), vocab_size)
+
+
+def play_all(engines: Engines, plan: Plan, screen: Screen) -> tuple[RunResult, ...]:
+    """The three runs, one engine after the other. Raises EngineError with the engine's last words."""
+    tiers = engines.tier_flags()
+    return tuple(_play_one(engines, plan, screen, index, flags) for index, flags in enumerate(((), tiers, tiers)))
+
+
+def _play_one(engines: Engines, plan: Plan, screen: Screen, index: int, flags: Sequence[str]) -> RunResult:
+    name = RUN_NAMES[index]
+    engine = engines.process(name, plan.device_tokens, *flags)
+    with screen.playing(name, plan.num_turns, RUN_STYLES[index]) as on_turn, _explained(engine), engine:
+        begin = time.perf_counter()
+        turns = play(engine.client(), plan.sessions, plan.max_new_tokens, on_turn)
+        played_s = time.perf_counter() - begin
+        held = held_bytes(engine.client())
+    storage = _folder_bytes(engines.storage_dir) if flags else None
+    return RunResult(name, turns, engine.start_s, played_s, engine.stop_s, replace(held, storage=storage))
+
+
+def held_bytes(client: EngineClient) -> TierBytes:
+    """KV bytes on the device and in host memory, by the engine's own counters. Raises EngineError."""
+    metrics = client.get_text("/metrics")
+    page_bytes = int(client.get_json("/server_info")["page_bytes"])
+    device, host = (_sample(metrics, name) for name in ("device_pages_cached", "host_frames_cached"))
+    if device is None:
+        raise EngineError("/metrics does not say how many device pages are cached")
+    return TierBytes(device * page_bytes, None if host is None else host * page_bytes, None)
+
+
+def _sample(metrics: str, name: str) -> int | None:
+    """The value of one gauge in Prometheus text format; None when there is none of the name."""
+    match = re.search(rf"^(?:\w+_)?{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
+    return int(float(match[1])) if match else None
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Bytes of the files below, counted on the medium, not asked of the engine."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _explained(engine: EngineProcess) -> Iterator[None]:
+    """Around the engine's life: an EngineError gets the engine's last words, which usually say why."""
+    try:
+        yield
+    except EngineError as error:
+        raise EngineError(f"{error}\n{engine.last_words()}") from error

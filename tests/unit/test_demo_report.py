@@ -1,0 +1,147 @@
+"""The demo's result: differences, percentiles, the report for people and the JSON document."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from engine_plugin.demo.play import RunResult, TierBytes, TurnResult, in_turn
+from engine_plugin.demo.recordings import Session
+from engine_plugin.demo.report import bar_of, console_for, report, seconds
+from engine_plugin.demo.results import DemoResult, as_json, first_difference, num_equal
+from engine_plugin.demo.screen import PlainScreen, TerminalScreen, screen_for
+from engine_plugin.demo.sizing import Plan
+from engine_plugin.hicache.base import CachedTokens
+
+
+def session(name: str, *lengths: int, first: int = 0) -> Session:
+    return Session(name, tuple(np.arange(first, first + length, dtype=np.uint32) for length in lengths))
+
+
+SESSIONS = (session("alpha", 200, 300, 400), session("beta", 200, 330, first=1000))
+
+
+def result_of(session: int, turn: int, output_ids: tuple[int, ...], ttft_s: float = 0.5) -> TurnResult:
+    return TurnResult(session, turn, 100, CachedTokens(10, 20, 30), ttft_s, ttft_s + 0.1, output_ids)
+
+
+def run_of(name: str, *outputs: tuple[int, ...], ttft_s: float = 0.5) -> RunResult:
+    turns = tuple(result_of(index % 2, index // 2, ids, ttft_s) for index, ids in enumerate(outputs))
+    return RunResult(name, turns, 2.0, 10.0, 0.5, TierBytes(1_000_000, None, None))
+
+
+def demo_of(*runs: RunResult) -> DemoResult:
+    plan = Plan(SESSIONS, 1024, 384, 2, 60.0, ("a note",))
+    return DemoResult(plan, runs, {"speed": 3.0, "sessions": 0.25})
+
+
+def text_of(result: DemoResult, width: int = 100, *, ascii_only: bool = False) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(report(result, ascii_only=ascii_only))
+    return file.getvalue()
+
+
+def test_sessions_play_in_turn_and_an_ended_one_is_passed_over() -> None:
+    assert list(in_turn(SESSIONS)) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+
+
+def test_equal_outputs_have_no_difference() -> None:
+    reference, run = run_of("one", (1, 2), (3, 4)), run_of("two", (1, 2), (3, 4))
+    assert first_difference(reference, run) is None and num_equal(reference, run) == 2
+    assert demo_of(reference, run).differences == ()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "token", "expected", "got"),
+    [(((1, 2), (3, 9)), 1, 4, 9), (((1, 2), (3,)), 1, 4, None), (((1, 2), (3, 4, 5)), 2, None, 5)],
+)
+def test_the_first_difference_is_located(
+    outputs: tuple[tuple[int, ...], ...], token: int, expected: int | None, got: int | None
+) -> None:
+    reference, run = run_of("one", (1, 2), (3, 4)), run_of("two", *outputs)
+    difference = first_difference(reference, run)
+    assert difference is not None
+    assert (difference.session, difference.turn, difference.token) == (1, 0, token)
+    assert (difference.expected, difference.got) == (expected, got)
+    assert num_equal(reference, run) == 1
+    text = text_of(demo_of(reference, run))
+    assert "DIFFERENT OUTPUT: two: session 2, turn 1, output token" in text and "1 of 2" in text
+
+
+def test_report_fits_its_width_and_shows_every_source() -> None:
+    runs = [
+        run_of(name, (1,), (2,), (3,), (4,), ttft_s=t) for name, t in (("without", 8.0), ("with", 0.9), ("after", 0.2))
+    ]
+    text = text_of(demo_of(*runs))
+    assert max(map(len, text.splitlines())) <= 100
+    for words in (
+        "time to first token, p50",
+        "from storage",
+        "computed",
+        "First turns after the restart",
+        "8.9x sooner",
+    ):
+        assert words in text
+    assert "All 4 answers are the same tokens in all 3 runs." in text
+    assert "8.00 s" in text and "200 ms" in text and "Set-up before: speed 3.0 s, sessions 0.2 s." in text
+    plain = text_of(demo_of(*runs), ascii_only=True)
+    assert "####" in plain and "█" not in plain
+
+
+def test_bars_are_proportional_and_never_empty() -> None:
+    assert bar_of(1.0, ascii_only=False, cells=10) == "█" * 10
+    assert bar_of(0.5, ascii_only=False, cells=9) == "████▌"
+    assert bar_of(0.0, ascii_only=False) == "▏" and bar_of(0.0, ascii_only=True) == "#"
+
+
+def test_times_have_three_digits() -> None:
+    assert [seconds(value) for value in (0.0123, 0.5, 1.234, 12.345, 123.4)] == [
+        "12 ms", "500 ms", "1.23 s", "12.35 s", "123 s"
+    ]  # fmt: skip
+
+
+def test_json_holds_the_whole_result() -> None:
+    result = demo_of(run_of("one", (1, 2), (3, 4)), run_of("two", (1, 2), (3, 9)))
+    document = json.loads(json.dumps(as_json(result)))
+    assert document["runs"][0]["tokens"] == {
+        "prompt": 200, "device": 20, "host": 40, "storage": 60, "computed": 80, "output": 4
+    }  # fmt: skip
+    assert document["runs"][0]["first_turns"]["storage"] == 60
+    assert document["runs"][1]["equal_turns"] == 1
+    assert document["differences"] == [{"run": "two", "session": 1, "turn": 0, "token": 1, "expected": 4, "got": 9}]
+    assert document["demo_s"] == 25.0 and document["runs"][0]["held_bytes"]["host"] is None
+    assert document["sessions"][1] == {"name": "beta", "prompt_tokens": [200, 330]}
+
+
+def test_without_a_terminal_progress_is_plain_lines() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=100)
+    screen = screen_for(console)
+    assert isinstance(screen, PlainScreen)
+    with screen.step("speed", "measure"):
+        pass
+    with screen.playing("with tiers", 2, "green") as on_turn:
+        on_turn(result_of(0, 0, (1,)))
+        on_turn(result_of(1, 0, (1,)))
+    lines = file.getvalue().splitlines()
+    assert lines[0].startswith("set-up: measure (0.0") and list(screen.setup_s) == ["speed"]
+    assert lines[1] == (
+        "with tiers 1/2: session 1 turn 1, 100 tokens (device 10, host 20, storage 30), first token 500 ms"
+    )
+    assert len(lines) == 3 and "\x1b" not in file.getvalue()
+
+
+def test_a_terminal_gets_bars() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=100, force_terminal=True)
+    screen = screen_for(console)
+    assert isinstance(screen, TerminalScreen)
+    with screen.playing("with tiers", 1, "green") as on_turn:
+        on_turn(result_of(0, 0, (1,)))
+    assert "1/1" in file.getvalue() and "━" in file.getvalue()
+
+
+def test_the_console_is_never_wider_than_the_report() -> None:
+    assert console_for().width == 100  # not a terminal under pytest
