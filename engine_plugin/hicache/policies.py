@@ -115,21 +115,34 @@ class RecomputeRate:
     """Prefill speed of this engine as measured, to answer how long computing a span would take.
 
     An exponential average over forwards of at least `min_tokens` (a decode step says nothing about prefill), of
-    which the newest has weight 1/4.
+    which the newest has weight 1/4. A forward lasts from `began` to the last `computed` before the next `began`.
     """
 
     def __init__(self, min_tokens: int = 64) -> None:
         self._min_tokens = min_tokens
         self._seconds_per_token: float | None = None
+        self._began_s = 0.0
+        self._ended_s = 0.0
+        self._num_tokens = 0
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """One forward computed `num_tokens` in `seconds`."""
-        if num_tokens < self._min_tokens or seconds <= 0:
-            return
-        new = seconds / num_tokens
-        old = self._seconds_per_token
-        self._seconds_per_token = new if old is None else old + (new - old) / 4
+    def began(self, now_s: float) -> None:
+        """A forward begins; the one before it is complete."""
+        self._observe()
+        self._began_s = now_s
+        self._num_tokens = 0
+
+    def computed(self, num_tokens: int, now_s: float) -> None:
+        """The forward has computed so many more tokens of prompts."""
+        self._num_tokens += num_tokens
+        self._ended_s = now_s
 
     def seconds_for(self, num_tokens: int) -> float | None:
         """Time to compute `num_tokens`; None while nothing was measured."""
         return None if self._seconds_per_token is None else num_tokens * self._seconds_per_token
+
+    def _observe(self) -> None:
+        seconds = self._ended_s - self._began_s
+        if self._num_tokens < self._min_tokens or seconds <= 0:
+            return
+        new, old = seconds / self._num_tokens, self._seconds_per_token
+        self._seconds_per_token = new if old is None else old + (new - old) / 4

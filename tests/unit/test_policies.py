@@ -77,11 +77,18 @@ def test_waiting_for_ever_is_not_a_deadline() -> None:
 
 def test_the_recompute_rate_follows_the_measurements() -> None:
     rate = RecomputeRate(min_tokens=64)
+
+    def forward(began_s: float, ended_s: float, *num_tokens: int) -> None:
+        rate.began(began_s)
+        for count in num_tokens:
+            rate.computed(count, ended_s)
+        rate.began(ended_s)
+
     assert rate.seconds_for(1_000) is None
-    rate.observe(1, 0.05)  # a decode step
-    rate.observe(512, 0.0)
+    forward(10.0, 10.1, 1)  # a decode step
+    forward(11.0, 11.0, 512)  # a clock that stood still
     assert rate.seconds_for(1_000) is None
-    rate.observe(500, 1.0)
+    forward(20.0, 21.0, 300, 200)
     assert rate.seconds_for(1_000) == pytest.approx(2.0)
-    rate.observe(500, 3.0)
+    forward(30.0, 33.0, 500)
     assert rate.seconds_for(1_000) == pytest.approx(3.0)

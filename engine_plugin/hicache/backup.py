@@ -1,0 +1,141 @@
+"""L2 to L3: host pages handed to the node for storage, write-behind.
+
+DESIGN. A node that has become host-resident is stored when its turn comes:
+
+    offer ──> waiting ──begin──> stored by the node (host-locked) ──OpEnded──> its stored pages are known to the tree
+                 │ evicted, or too many wait                  │ failed
+                 ▼                                            ▼
+              dropped, counted                              counted, stays host-resident
+
+Locked nodes take at most half of the frames, so that a slow medium never keeps the host from serving as a cache;
+waiting nodes are not locked and may be evicted. The tree names the nodes of a path that storage lacks when a turn
+comes, so that a prefix is always handed over before its suffix, however its nodes were split while they waited.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from cachekernels.tree import RadixTree
+from cachekernels.tree_types import I64, BackupOp, StaleNode
+
+from cachesvc.client.base import CacheClient, Declined
+from cachesvc.node.events import PagesStored
+from cachesvc.outcomes import Decline, PageDrop
+from engine_plugin.hicache.counts import CacheCounts
+from engine_plugin.hicache.frames import fit
+from engine_plugin.memory.transfer import Bools
+from storage_backends.outcome import Outcome
+
+MAX_WAITING = 4096
+"""Nodes that may wait; past that the oldest is dropped."""
+RETRY_LATER = frozenset({Decline.TOO_MANY_OPS, Decline.QUEUE_FULL})
+
+
+@dataclass(eq=False)
+class _Storing:
+    op: BackupOp
+    stored: Bools
+
+
+class Backup:
+    """Nodes on their way to storage. Scheduler thread only."""
+
+    def __init__(self, tree: RadixTree, client: CacheClient, num_frames: int, counts: CacheCounts) -> None:
+        self._tree = tree
+        self._client = client
+        self._counts = counts
+        self._room = max(1, num_frames // 2)  # frames that may still be locked
+        self._waiting: deque[int] = deque()
+        self._storing: dict[int, _Storing] = {}  # by the client's op
+
+    @property
+    def num_waiting(self) -> int:
+        """Nodes whose turn has not come."""
+        return len(self._waiting)
+
+    @property
+    def num_storing(self) -> int:
+        """Ops the node has not ended."""
+        return len(self._storing)
+
+    def offer(self, nodes: I64) -> None:
+        """`nodes` have become host-resident, parents first."""
+        self._waiting.extend(nodes.tolist())
+        while len(self._waiting) > MAX_WAITING:
+            self._drop(self._waiting.popleft())
+        self.start_waiting()
+
+    def start_waiting(self) -> None:
+        """Hand over as many waiting nodes as there is room for, as one op."""
+        chosen: dict[int, None] = {}
+        room = self._room
+        while self._waiting and room:
+            node = self._waiting.popleft()
+            try:
+                missing = [each for each in self._tree.unstored(node).tolist() if each not in chosen]
+            except StaleNode:  # evicted while it waited, and counted there
+                continue
+            fitting, rest = fit(self._tree, np.array(missing, np.int64), room)
+            chosen.update(dict.fromkeys(fitting.tolist()))
+            room -= sum(self._tree.info(each).num_pages for each in fitting.tolist())
+            if len(rest):
+                self._waiting.appendleft(node)
+                break
+        if chosen:
+            self._begin(np.array(list(chosen), np.int64))
+
+    def on_stored(self, event: PagesStored) -> None:
+        """Pages of an op have their outcome."""
+        storing = self._storing[event.op]
+        good = (event.outcomes == Outcome.OK) | (event.outcomes == Outcome.EXISTS)
+        storing.stored[event.first_page : event.first_page + len(good)] = good
+
+    def on_ended(self, op: int) -> bool:
+        """The node has let go of the frames. False: not an op of ours."""
+        storing = self._storing.pop(op, None)
+        if storing is None:
+            return False
+        num_stored = int(np.count_nonzero(storing.stored))
+        self._finish(storing.op, storing.stored)
+        self._counts.stored_pages.inc(num_stored)
+        self._counts.dropped_pages.inc(len(storing.stored) - num_stored, PageDrop.BACKUP_FAILED)
+        return True
+
+    def forget_waiting(self) -> None:
+        """The cache is cleared."""
+        self._waiting.clear()
+
+    def _begin(self, nodes: I64) -> None:
+        op = self._tree.begin_backup(nodes)
+        self._room -= len(op.frames)
+        answer = self._client.backup(op.keys, op.frames, op.depths)
+        none_stored = np.zeros(len(op.frames), np.bool_)
+        match answer:
+            case Declined(reason):
+                self._finish(op, none_stored)
+                if reason in RETRY_LATER and self._storing:
+                    self._waiting.extendleft(reversed(nodes.tolist()))
+                else:
+                    self._counts.dropped_pages.inc(len(op.frames), PageDrop.BACKUP_DECLINED)
+            case client_op:
+                self._storing[client_op] = _Storing(op, none_stored)
+
+    def _finish(self, op: BackupOp, stored: Bools) -> None:
+        self._tree.finish_backup(op.id, stored)
+        self._room += len(op.frames)
+
+    def _drop(self, node: int) -> None:
+        try:
+            self._counts.dropped_pages.inc(self._tree.info(node).num_pages, PageDrop.BACKUP_FULL)
+        except StaleNode:
+            return
+
+
+class NoBackup(Backup):
+    """No storage tier takes writes: what is on host stays there until it is evicted."""
+
+    def offer(self, nodes: I64) -> None:
+        """Nothing to do."""
