@@ -3,8 +3,8 @@
     python -m tests.helpers.region_writer DATA_FD DIRECTORY_FD FIRST_FRAME END_FRAME COUNT [SIGNAL STEP]
 
 Each of COUNT writes takes the next frame of [FIRST_FRAME, END_FRAME) and gives it the next name; every byte of a page
-and of its key is the name. One byte on stdout per write. With SIGNAL and STEP the process signals itself after that step
-of its first write: 0 nothing done, 1 begun, 2 record, 3 half of the bytes, 4 all bytes, 5 committed.
+and of its key is the name. One byte on stdout per write. With SIGNAL and STEP the process signals itself after that
+step of its first write: 0 nothing done, 1 begun, 2 record, 3 half of the bytes, 4 all bytes, 5 committed.
 """
 
 import os
