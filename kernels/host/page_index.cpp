@@ -202,33 +202,37 @@ void PageIndex::lookup_group(const uint8_t* keys, size_t num_keys, int exclude_s
     }
     for (size_t i = 0; i < num_keys; ++i) {
         entries[i] = table_->find(hashes[i]);
-        for (int p = 0; entries[i] != nullptr && p < PlaceTable::num_places; ++p) {
-            const Place place = entries[i]->place(p);
-            if (!is_candidate(place, exclude_slot)) continue;
-            __builtin_prefetch(&slots_[place.slot].region->record(place.frame));
-            break;
-        }
+        const int first = next_candidate(entries[i], 0, exclude_slot);
+        if (first < PlaceTable::num_places) __builtin_prefetch(&record_at(entries[i]->place(first)));
     }
     guarded_each(
         num_keys,
-        [&](size_t i) {
-            out.slots[i] = PlaceTable::no_slot, out.frames[i] = -1, out.generations[i] = 0;
-            const KeyWords key = key_words(keys + 32 * i);
-            for (int p = 0; entries[i] != nullptr && p < PlaceTable::num_places; ++p) {
-                const Place place = entries[i]->place(p);
-                if (!is_candidate(place, exclude_slot)) continue;
-                const uint64_t generation = snapshot_record(slots_[place.slot].region->record(place.frame), key);
-                if (generation == 0) continue;
-                out.slots[i] = place.slot, out.frames[i] = place.frame, out.generations[i] = generation;
-                return;
-            }
-        },
-        [&](size_t i) { out.slots[i] = PlaceTable::no_slot, out.frames[i] = -1, out.generations[i] = 0; });
+        [&](size_t i) { out.set(i, find_valid(entries[i], key_words(keys + 32 * i), exclude_slot)); },
+        [&](size_t i) { out.set(i, Found{}); });
 }
 
-bool PageIndex::is_candidate(Place place, int exclude_slot) const {
-    return place.slot != PlaceTable::no_slot && place.slot != exclude_slot && slots_[place.slot].region != nullptr;
+// The first place whose record shows `key`.
+PageIndex::Found PageIndex::find_valid(const PlaceTable::Entry* entry, const KeyWords& key, int exclude_slot) const {
+    for (int i = next_candidate(entry, 0, exclude_slot); i < PlaceTable::num_places;
+         i = next_candidate(entry, i + 1, exclude_slot)) {
+        const Place place = entry->place(i);
+        const uint64_t generation = snapshot_record(record_at(place), key);
+        if (generation != 0) return {place, generation};
+    }
+    return {};
 }
+
+// The first place from `from` on whose region lives and is not excluded; num_places: none.
+int PageIndex::next_candidate(const PlaceTable::Entry* entry, int from, int exclude_slot) const {
+    if (entry == nullptr) return PlaceTable::num_places;
+    for (int i = from; i < PlaceTable::num_places; ++i) {
+        const int16_t slot = entry->slots[i];
+        if (slot != PlaceTable::no_slot && slot != exclude_slot && slots_[slot].region != nullptr) return i;
+    }
+    return PlaceTable::num_places;
+}
+
+const FrameRecord& PageIndex::record_at(Place place) const { return slots_[place.slot].region->record(place.frame); }
 
 size_t PageIndex::num_keys() const {
     const std::shared_lock table(table_lock_);

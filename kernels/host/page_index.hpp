@@ -36,10 +36,17 @@ public:
     static constexpr int max_slots = 32767;  // slots are int16 outside
 
     // Where n keys are: slot -1 is a miss. generations: the record's when its key was checked.
+    struct Found {
+        Place place{PlaceTable::no_slot, -1};
+        uint64_t generation = 0;
+    };
     struct Locations {
         int16_t* slots;
         int32_t* frames;
         uint64_t* generations;
+        void set(size_t i, const Found& found) const {
+            slots[i] = found.place.slot, frames[i] = found.place.frame, generations[i] = found.generation;
+        }
     };
 
     PageIndex();
@@ -82,8 +89,10 @@ private:
     void forget(Place place);
     int choose_place(const PlaceTable::Entry& entry) const;
     bool is_stale(Place place, uint64_t hash) const;
-    bool is_candidate(Place place, int exclude_slot) const;
     void lookup_group(const uint8_t* keys, size_t num_keys, int exclude_slot, const Locations& out) const;
+    Found find_valid(const PlaceTable::Entry* entry, const KeyWords& key, int exclude_slot) const;
+    int next_candidate(const PlaceTable::Entry* entry, int from, int exclude_slot) const;
+    const FrameRecord& record_at(Place place) const;
     void check_entry(const PlaceTable::Entry& entry, std::vector<size_t>& num_filed) const;
 
     const uint64_t seeds_[4];  // random: nobody can aim keys at one stretch of the table

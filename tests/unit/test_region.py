@@ -202,9 +202,18 @@ def test_a_snapshot_is_a_miss_unless_stable_and_of_that_key(region: Region) -> N
     region.begin_write(frame_list(1))
     assert region.snapshot(frame_list(0, 1, 2), None).tolist() == [2, 0, 0]
     assert region.snapshot(frame_list(0, 0), keys_of(1, 3)).tolist() == [2, 0]
-    one_bit_off = keys_of(1)
-    one_bit_off[0, 31] ^= 128
-    assert region.snapshot(frame_list(0), one_bit_off).tolist() == [0]
+
+
+@pytest.mark.parametrize("byte", range(32))
+def test_every_byte_of_a_key_counts(region: Region, byte: int) -> None:
+    fill(region, 0, 1)
+    almost = keys_of(1)
+    almost[0, byte] ^= 128
+    assert region.snapshot(frame_list(0), almost).tolist() == [0]
+    region.begin_write(frame_list(1))
+    region.write_records(frame_list(1), almost, depths_of(0))
+    region.commit(frame_list(1))
+    assert region.snapshot(frame_list(1, 1), np.concatenate([almost, keys_of(1)])).tolist() == [2, 0]
 
 
 def test_a_read_is_refused_once_the_frame_moved(region: Region) -> None:
