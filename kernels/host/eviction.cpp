@@ -23,7 +23,7 @@ void append(std::vector<int32_t>& all, const std::vector<int32_t>& more) {
 void EvictionQueue::offer(Node* node) {
     if (node->queued & bit_) return;
     node->queued |= bit_;
-    heap_.push_back({node->last_use, node, node->generation});
+    heap_.push_back({node->last_use, node, node->generation, node->end()});
     std::push_heap(heap_.begin(), heap_.end());
 }
 

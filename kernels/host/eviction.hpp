@@ -19,7 +19,8 @@ class EvictionQueue {
     explicit EvictionQueue(int bit) : bit_(static_cast<uint8_t>(1u << bit)) {}
 
     void offer(Node* node);
-    // The least recently used node for which may_leave(node) holds, taken out; null when there is none.
+    // The least recently used node for which may_leave(node) holds, the deepest of those used at once, taken out; null when
+    // there is none.
     template <class MayLeave>
     Node* pop(MayLeave may_leave) {
         while (!heap_.empty()) {
@@ -42,7 +43,10 @@ class EvictionQueue {
         uint64_t last_use;
         Node* node;
         uint32_t generation;
-        bool operator<(const Entry& other) const { return other.last_use < last_use; }  // std heaps have the largest on top
+        uint32_t end;
+        bool operator<(const Entry& other) const {  // std heaps have the largest on top
+            return last_use != other.last_use ? other.last_use < last_use : end < other.end;
+        }
     };
     Entry pop_top();
 

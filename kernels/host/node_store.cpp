@@ -263,11 +263,11 @@ const uint8_t* NodeStore::ensure_keys(Node* node) {
     Node* above = node;
     for (; !above->is_root() && above->keys.empty(); above = above->parent) path_.push_back(above);
     const uint8_t* last = above->is_root() ? nullptr : above->keys.data() + (above->pages - 1) * key_bytes;
-    const Scope& scope = scope_of(above);
+    const uint8_t* scope = above->is_root() ? above->scope->data() : nullptr;  // goes into the first page's key only
     for (auto at = path_.rbegin(); at != path_.rend(); ++at) {
         Node* missing = *at;
         missing->keys.resize(missing->pages * key_bytes);
-        chain_keys(namespace_.data(), scope.data(), last, missing->tokens.data(), page_size_, missing->pages,
+        chain_keys(namespace_.data(), scope, last, missing->tokens.data(), page_size_, missing->pages,
                    missing->keys.data());
         last = missing->keys.data() + (missing->pages - 1) * key_bytes;
     }

@@ -53,10 +53,10 @@ uint32_t RadixTree::adopt_orphans(Walk& walk, Tokens tokens, uint32_t total) {
     std::vector<int32_t> frames;
     if (walk.at == total || orphans_.size() == 0) return 0;
     const uint8_t* above = nodes_.ensure_keys(walk.node);
+    const Scope& scope = nodes_.scope_of(walk.node);
     uint8_t key[key_bytes];
     for (uint32_t at = walk.at; at < total; ++at, above = key) {
-        chain_keys(nodes_.name_space(), nodes_.scope_of(walk.node).data(), above, page(tokens, at), options_.page_size, 1,
-                   key);
+        chain_keys(nodes_.name_space(), scope.data(), above, page(tokens, at), options_.page_size, 1, key);
         const auto frame = orphans_.adopt(key);
         if (!frame) break;
         frames.push_back(*frame);

@@ -15,6 +15,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -138,6 +139,7 @@ class RadixTree {
         bool doomed = false;            // load: a load above it failed and took its device pages away
         std::vector<int32_t> detached;  // load: the pages it still fills, given back when it ends
     };
+    using Cover = std::unordered_map<OpId, std::unordered_set<const Node*>>;  // the nodes of each op
     struct Walk {  // a place on the way down: `at` pages of `tokens` lie behind
         Node* node;
         uint32_t at;
@@ -190,7 +192,8 @@ class RadixTree {
 
     void check_node(const Node& node) const;
     void check_links(const Node& node) const;
-    void check_op_marks(const Node& node) const;
+    Cover cover_of_ops() const;
+    void check_op_marks(const Node& node, const Cover& cover) const;
     void check_totals();
     void check_owners();
 

@@ -64,14 +64,24 @@ TreeReport RadixTree::stats() const {
 }
 
 void RadixTree::check() {
+    const Cover cover = cover_of_ops();
     for (const Node& node : nodes_.slab()) {
         if (!node.alive) continue;
         check_links(node);
-        if (!node.is_root()) check_node(node);
-        if (!node.is_root()) check_op_marks(node);
+        if (node.is_root()) continue;
+        check_node(node);
+        check_op_marks(node, cover);
     }
     check_totals();
     check_owners();
+}
+
+RadixTree::Cover RadixTree::cover_of_ops() const {
+    Cover cover;
+    for (const auto& [id, op] : ops_)
+        for (const Span& span : op.spans)
+            for (const Node* node : pieces(span)) cover[id].insert(node);
+    return cover;
 }
 
 void RadixTree::check_links(const Node& node) const {
@@ -112,19 +122,13 @@ void RadixTree::check_node(const Node& node) const {
     require(!may_leave_host(node) || node.queued & 4, node, "may leave host and is not queued");
 }
 
-void RadixTree::check_op_marks(const Node& node) const {
+void RadixTree::check_op_marks(const Node& node, const Cover& cover) const {
     require((node.write_op != 0) == !node.staged.empty(), node, "has frames staged without a write, or the reverse");
     require(!node.waiting || (node.write_op && node.parent->write_op), node, "waits for nothing");
     for (const OpId id : {node.write_op, node.load_op}) {
         if (id == 0) continue;
-        const auto found = ops_.find(id);
-        require(found != ops_.end(), node, "names an op that has ended");
-        const std::vector<Span>& spans = found->second.spans;
-        const bool covered = std::any_of(spans.begin(), spans.end(), [&](const Span& span) {
-            const std::vector<Node*> nodes = pieces(span);
-            return std::find(nodes.begin(), nodes.end(), &node) != nodes.end();
-        });
-        require(covered, node, "names an op that does not cover it");
+        require(ops_.contains(id), node, "names an op that has ended");
+        require(cover.at(id).contains(&node), node, "names an op that does not cover it");
         require(node.locks[device_tier] > 0, node, "is in an op and not locked");
     }
 }

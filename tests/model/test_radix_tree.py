@@ -1,7 +1,6 @@
 """The native radix tree against its oracle: a hypothesis state machine, and seeded runs of any length.
 
-CACHESVC_FUZZ_OPS (default 1500) and CACHESVC_FUZZ_SEEDS (default 20) set the length of the seeded runs; 10000 operations
-over 20 seeds is the full size.
+CACHESVC_FUZZ_OPS and CACHESVC_FUZZ_SEEDS size the seeded runs; the full size is 10000 operations over 20 seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.model.tree_pair import DEVICE, HOST, TreePair
 
-FUZZ_OPS = int(os.environ.get("CACHESVC_FUZZ_OPS", "1500"))
+FUZZ_OPS = int(os.environ.get("CACHESVC_FUZZ_OPS", "1000"))
 FUZZ_SEEDS = int(os.environ.get("CACHESVC_FUZZ_SEEDS", "20"))
 
 PROMPTS = st.lists(st.integers(0, 3), min_size=1, max_size=8)
@@ -34,7 +33,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize(size=st.sampled_from([1, 4, 64]), threshold=st.integers(1, 2), write_back=st.booleans())
     def start(self, size: int, threshold: int, write_back: bool) -> None:
-        self.pair = TreePair(size, write_threshold=threshold, write_back=write_back)
+        self.pair = TreePair(size, write_threshold=threshold, write_back=write_back, num_pages=16, num_frames=24)
 
     @rule(prompt=PROMPTS, scope=st.integers(0, 1), tail=st.integers(0, 63), adopt=st.booleans())
     def match(self, prompt: list[int], scope: int, tail: int, adopt: bool) -> None:
@@ -80,6 +79,11 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(choice=CHOICES, bad=BAD)
     def finish_write(self, choice: int, bad: list[int]) -> None:
         self.pair.finish_write(choice, bad)
+
+    @rule(prompt=PROMPTS, scope=st.integers(0, 1))
+    def load(self, prompt: list[int], scope: int) -> None:
+        self.pair.match(prompt, scope=scope)
+        self.pair.begin_load(-1)
 
     @rule(choice=CHOICES)
     def begin_load(self, choice: int) -> None:
@@ -129,11 +133,15 @@ TestTree.settings = settings(
 )
 
 
-def _moves(pair: TreePair, rng: random.Random) -> dict[Callable[[], object], int]:
+def _moves(pair: TreePair, rng: random.Random) -> dict[Callable[[], object], float]:
     """Moves with weights: more traffic than failures, so that trees grow."""
 
+    sessions = [[rng.randrange(4) for _ in range(12)] for _ in range(5)]
+
     def prompt() -> list[int]:
-        return [rng.randrange(4) for _ in range(rng.randint(1, 12))]
+        """The beginning of a session, or anything."""
+        wanted = rng.choice(sessions) if rng.random() < 0.7 else [rng.randrange(4) for _ in range(12)]
+        return wanted[: rng.randint(1, 12)]
 
     def any_int() -> int:
         return rng.randrange(1 << 20)
@@ -147,27 +155,34 @@ def _moves(pair: TreePair, rng: random.Random) -> dict[Callable[[], object], int
         if done and len(done.to_write) and rng.random() < 0.6:
             pair.begin_write(-1)
 
+    def load() -> None:
+        pair.match(prompt(), scope=rng.randrange(2))
+        pair.begin_load(-1)
+        if rng.random() < 0.5:  # leave the tokens on host, to be loaded again
+            pair.evict_device(rng.randint(1, 12))
+
     return {
         insert: 14,
+        load: 10,
         lambda: pair.match(prompt(), scope=rng.randrange(2), tail=any_int(), adopt=rng.random() < 0.8): 12,
         lambda: pair.insert_host(any_int(), prompt(), stored=rng.random() < 0.7): 6,
-        lambda: pair.lock(any_int(), rng.randrange(2)): 5,
+        lambda: pair.lock(any_int(), rng.randrange(2)): 4,
         lambda: pair.unlock(any_int()): 6,
         lambda: pair.unlock_any(any_int(), rng.randrange(2)): 1,
         lambda: pair.evict_device(rng.randint(1, 12)): 4,
-        lambda: pair.evict_device_now(rng.randint(1, 12)): 3,
-        lambda: pair.drop_device(pair.node(any_int())): 2,
-        lambda: pair.evict_host(rng.randint(1, 12)): 5,
+        lambda: pair.evict_device_now(rng.randint(1, 6)): 1,
+        lambda: pair.drop_device(pair.node(any_int())): 1,
+        lambda: pair.evict_host(rng.randint(1, 6)): 2,
         lambda: pair.begin_write(any_int()): 4,
         lambda: pair.finish_write(any_int(), bad()): 6,
-        lambda: pair.begin_load(any_int()): 5,
+        lambda: pair.begin_load(any_int()): 2,
         lambda: pair.finish_load(any_int(), any_int() if rng.random() < 0.3 else None): 5,
-        lambda: pair.begin_backup(any_int()): 3,
+        lambda: pair.begin_backup(any_int()): 4,
         lambda: pair.finish_backup(any_int(), bad()): 4,
         lambda: pair.split(any_int(), rng.randint(1, 4)): 2,
         lambda: pair.add_orphans(prompt(), scope=rng.randrange(2), skip=rng.randrange(3), last_use=rng.randrange(9)): 2,
         lambda: pair.take_orphans(rng.randint(1, 4)): 2,
-        pair.clear: 1,
+        pair.clear: 0.05,
     }
 
 
@@ -179,7 +194,8 @@ def test_seeded_run(seed: int) -> None:
         (1, 4, 64)[seed % 3],
         write_threshold=1 + seed % 2,
         write_back=seed % 5 == 4,
-        capacity=rng.choice([24, 60, 120]),
+        num_pages=rng.choice([16, 30, 60]),
+        num_frames=rng.choice([20, 40, 120]),
     )
     moves = _moves(pair, rng)
     for _ in range(FUZZ_OPS):

@@ -1,4 +1,4 @@
-"""The native tree and its oracle, driven side by side: every answer is compared, every invariant checked, and every page
+"""The native tree and its oracle, driven side by side: every answer is compared, every invariant checked, every page
 and frame accounted for.
 
 Choices come in as plain ints (taken modulo what there is to choose from), so that hypothesis and a seeded generator can
@@ -51,12 +51,18 @@ class TreePair:
     """Both trees, the pools they draw on, and the locks and ops in progress."""
 
     def __init__(
-        self, page_size: int, *, write_threshold: int = 1, write_back: bool = False, capacity: int = 40
+        self,
+        page_size: int,
+        *,
+        write_threshold: int = 1,
+        write_back: bool = False,
+        num_pages: int = 40,
+        num_frames: int = 40,
     ) -> None:
         self.page_size = page_size
         self.native = RadixTree(page_size, NAMESPACE, write_threshold=write_threshold, write_back=write_back)
         self.oracle = Oracle(page_size, NAMESPACE, write_threshold=write_threshold, write_back=write_back)
-        self.pages, self.frames = Places(capacity), Places(capacity)
+        self.pages, self.frames = Places(num_pages), Places(num_frames)
         self.nodes: list[PairIds] = []
         self.locks: list[tuple[PairIds, int]] = []
         self.writes: list[tuple[int, int]] = []  # op id, pages
@@ -92,10 +98,7 @@ class TreePair:
         for ours, theirs in pairs:
             assert np.array_equal(self.native.tokens(ours), self.oracle.tokens(theirs))
             assert self.native.info(ours) == self.oracle.info(theirs)
-        for pair in pairs:
-            if pair not in self.nodes:
-                self.nodes.append(pair)
-        self.nodes = self.nodes[-MAX_NODES:]
+        self.nodes = ([known for known in self.nodes if known not in pairs] + pairs)[-MAX_NODES:]
         return pairs
 
     def check(self) -> None:
@@ -129,26 +132,45 @@ class TreePair:
     def insert(self, symbols: Sequence[int], *, scope: int = 0, first_new_page: int = 0, reuse: bool = True) -> Any:
         """A request that computed the prompt: on the tree's pages as far as they match (or not), else on fresh ones."""
         tokens = self.tokens(symbols)
-        known = self.match(symbols, scope=scope, adopt=False).device_pages if reuse else np.empty(0, dtype=np.int32)
+        known = np.empty(0, dtype=np.int32)
+        if reuse:
+            known = self.match(symbols, scope=scope, adopt=False).device_pages
+            self.lock(-1, DEVICE)
         fresh = len(symbols) - len(known)
-        if fresh > len(self.pages.free):
+        has_room = self.make_page_room(fresh)
+        if reuse:
+            self.unlock(-1)
+        if not has_room:
             return None
-        mine = self.pages.take(fresh)
-        given = np.concatenate([known, mine]).astype(np.int32)
+        given = np.concatenate([known, self.pages.take(fresh)]).astype(np.int32)
         answers = self.both(lambda tree, _: tree.insert(tokens, given, SCOPES[scope], first_new_page=first_new_page))
         assert answers is not None
         self.same(answers, exact=("device_pages", "duplicates"))
-        self.same_nodes([answers[0].node], [answers[1].node])
         self.same_nodes(answers[0].to_write, answers[1].to_write)
+        self.same_nodes([answers[0].node], [answers[1].node])
         taken = len(answers[0].device_pages)
         self.pages.give(answers[0].duplicates)
         self.pages.give(given[max(taken, len(known)) :])
         return answers[0]
 
+    def make_page_room(self, n: int) -> bool:
+        """Evicts the shortfall; what wants a copy first is dropped."""
+        if n > len(self.pages.free):
+            self.evict_device_now(n - len(self.pages.free))
+        return n <= len(self.pages.free)
+
+    def make_frame_room(self, n: int) -> bool:
+        """Evicts the shortfall, orphans first."""
+        if n > len(self.frames.free):
+            self.take_orphans(n - len(self.frames.free))
+        if n > len(self.frames.free):
+            self.evict_host(n - len(self.frames.free))
+        return n <= len(self.frames.free)
+
     def insert_host(self, choice: int, symbols: Sequence[int], *, stored: bool) -> None:
         anchor = self.node(choice)
         tokens = self.tokens(symbols)
-        if anchor is None or len(symbols) > len(self.frames.free):
+        if anchor is None or not self.make_frame_room(len(symbols)):
             return
         keys = self.both(lambda tree, side: tree.keys_after(anchor[side], tokens))
         if keys is None:
@@ -210,16 +232,16 @@ class TreePair:
         """Everything on the path of a node that is not on host yet."""
         node = self.node(choice)
         todo = node and self.both(lambda tree, side: tree.unwritten(node[side]))
-        if not todo:
+        if not todo or not len(todo[0]):
             return
         pairs = self.same_nodes(*todo)
         needed = sum(self.native.info(ours).num_pages for ours, _ in pairs)
-        if needed > len(self.frames.free):
+        if not self.make_frame_room(needed):
             return
         frames = self.frames.take(needed)
         ids = [np.array([pair[side] for pair in pairs], dtype=np.int64) for side in (0, 1)]
         answers = self.both(lambda tree, side: tree.begin_write(ids[side], frames))
-        if answers is None:
+        if answers is None:  # making room may have reclaimed the parent's copy
             self.frames.give(frames)
             return
         self.same(answers, exact=("id", "pages", "frames", "keys", "depths"))
@@ -242,23 +264,20 @@ class TreePair:
 
     def begin_load(self, choice: int) -> None:
         node = self.node(choice)
-        paths = node and self.both(lambda tree, side: tree.tokens(node[side]))
-        if not paths or node is None:
+        if node is None or not self.both(lambda tree, side: tree.lock(node[side], DEVICE)):
             return
-        needed = self._pages_to_load(node)
-        if needed > len(self.pages.free):
-            return
-        pages = self.pages.take(needed)
-        answers = self.both(lambda tree, side: tree.begin_load(node[side], pages))
-        if answers is None:
+        needed = sum(above.n for above in self.oracle._get(node[1]).path()[1:] if above.device is None)
+        has_room = self.make_page_room(needed)
+        answers = None
+        if has_room:
+            pages = self.pages.take(needed)
+            answers = self.both(lambda tree, side: tree.begin_load(node[side], pages))
+        if answers is not None:
+            self.same(answers, exact=("id", "pages", "frames", "keys"))
+            self.loads.append((answers[0].id, needed))
+        elif has_room:
             self.pages.give(pages)
-            return
-        self.same(answers, exact=("id", "pages", "frames", "keys"))
-        self.loads.append((answers[0].id, needed))
-
-    def _pages_to_load(self, node: PairIds) -> int:
-        path = self.oracle._get(node[1]).path()[1:]
-        return sum(above.n for above in path if above.device is None)
+        assert self.both(lambda tree, side: tree.unlock(node[side], DEVICE))
 
     def finish_load(self, choice: int, bad_from: int | None = None) -> None:
         if not self.loads:
@@ -299,7 +318,8 @@ class TreePair:
 
     def add_orphans(self, symbols: Sequence[int], *, scope: int, skip: int, last_use: int) -> None:
         """Pages of a prompt that some earlier tree left in the region, all but the first `skip`."""
-        symbols = symbols[: len(self.frames.free)]
+        if not self.make_frame_room(len(symbols)):
+            return
         tokens = self.tokens(symbols)
         root = self.oracle._root(SCOPES[scope])
         self.both(lambda tree, _: tree.match(tokens[:0], SCOPES[scope]))  # the oracle's root has to exist on both sides

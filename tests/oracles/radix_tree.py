@@ -178,7 +178,7 @@ class RadixTree(NodeOps):
             and not node.leaving
             and all(child.device is None or child.leaving for child in node.children.values())
         ]
-        return min(leaves, key=lambda node: node.last_use, default=None)
+        return min(leaves, key=lambda node: (node.last_use, -node.end), default=None)
 
     def _cut(self, victim: Node, shortfall: int) -> None:
         pages = max(shortfall, -(-victim.n // EVICT_SHARE))
@@ -220,7 +220,7 @@ class RadixTree(NodeOps):
                 and not node.locks[HOST]
                 and all(child.host is None for child in node.children.values())
             ]
-            victim = min(leaves, key=lambda node: (node.device is None, node.last_use), default=None)
+            victim = min(leaves, key=lambda node: (node.device is None, node.last_use, -node.end), default=None)
             if victim is None:
                 break
             self._cut(victim, num_frames - len(frames))
