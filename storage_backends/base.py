@@ -120,6 +120,8 @@ class Capabilities:
     """Has a capacity and makes room by giving up the least recently used objects."""
     verifies: bool
     """Checks key, length and checksum of what it reads; buffers then carry the payload alone."""
+    scattered: bool
+    """Objects may consist of several segments; otherwise one each, all of one length per call."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,11 @@ class StorageBackend(ABC):
     @abstractmethod
     def scan(self) -> Iterator[ScanBatch]:
         """Every object on the medium, from the medium. Objects put or deleted meanwhile may or may not appear."""
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Whether start-up work has ended (by then). Until it has, reads work and puts answer THROTTLED."""
+        del timeout_s
+        return True
 
     @abstractmethod
     def usage(self) -> Usage:

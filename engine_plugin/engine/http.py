@@ -138,7 +138,7 @@ class Routes:
         """Prometheus text. Answered without waiting for the engine."""
         if not self._info.has_metrics:
             return error_response(404, "metrics are off: start the server with --enable-metrics")
-        text = self._service.metrics.text(self._service.engine.cache_counters)
+        text = self._service.metrics.text(self._service.engine.counters)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def flush_cache(self, request: Request) -> Response:
@@ -165,7 +165,7 @@ class Routes:
 
     async def server_info(self, request: Request) -> Response:
         """The effective settings and the engine's counters."""
-        state = await asyncio.wrap_future(self._service.engine.ask(lambda scheduler: scheduler.state()))
+        state = await asyncio.wrap_future(self._service.engine.ask(lambda scheduler: scheduler.counters()))
         return JsonResponse({**self._info.settings, "internal_states": [state]})
 
     async def abort_request(self, request: Request) -> Response:

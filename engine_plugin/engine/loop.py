@@ -82,7 +82,7 @@ class EngineLoop:
         self._drain_s = 0.0
         self._step_began_s: float | None = None
         self._counters_at_s = clock()
-        self.cache_counters: Mapping[str, float] = dict(scheduler.cache.counters())
+        self.counters: Mapping[str, float] = scheduler.counters()
         self.num_step_errors = 0
         self._num_errors_in_a_row = 0
         self.num_unpersisted_pages = 0
@@ -156,6 +156,8 @@ class EngineLoop:
         except BaseException as error:
             self.fatal = error
             log.critical("the engine stopped: its state is unknown after this error", exc_info=error)
+            for request in (*self._scheduler.waiting, *self._scheduler.running):
+                self._refuse(request, "the engine stopped after an error", 500)
             self._on_fatal()
         finally:
             self._refuse_what_waits()
@@ -221,13 +223,13 @@ class EngineLoop:
         for command in self._commands:
             command.refuse()
         for flush in self._flushes:
-            flush.future.set_result(FlushResult(ok=False, pending={"shutdown": 1}))
+            flush.future.set_exception(_stopped())
 
     def _publish_counters(self, *, is_final: bool) -> None:
         now_s = self._clock()
         if is_final or now_s - self._counters_at_s >= COUNTERS_PERIOD_S:
             self._counters_at_s = now_s
-            self.cache_counters = dict(self._scheduler.cache.counters())
+            self.counters = self._scheduler.counters()
 
     def _shut_down(self) -> None:
         self._scheduler.abort(lambda request: True, "the server is shutting down", 503)

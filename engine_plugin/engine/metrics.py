@@ -1,7 +1,7 @@
 """What the engine counts, under SGLang's metric names, and the text that Prometheus reads.
 
 DESIGN. Request metrics are counted where answers leave (the HTTP side), queue sizes are asked for when somebody looks,
-and the cache's own counters come as a snapshot that the engine's thread publishes, so that a scrape never waits for a
+and the counters of engine and cache come as a snapshot that the engine's thread publishes, so that a scrape never waits for a
 forward. Every label value exists from the start.
 """
 
@@ -12,11 +12,12 @@ from itertools import groupby
 
 from cachesvc.metrics import Registry
 from engine_plugin.engine.request import Request
+from engine_plugin.engine.scheduler import Scheduler
 
 CACHE_SOURCES = ("device", "host", "storage")
 FINISH_TYPES = ("stop", "length", "abort")
 PREFIX = "cachesvc_"
-"""The cache's counters get it unless they carry it already."""
+"""Counters of the engine and the cache get it unless they carry it already."""
 
 HISTOGRAM_ENDINGS = ("_bucket", "_count", "_sum")
 
@@ -67,16 +68,24 @@ class EngineMetrics:
             if seconds is not None:
                 histogram.observe(seconds)
 
-    def text(self, cache_counters: Mapping[str, float]) -> str:
-        """Everything in Prometheus's text format, the cache's counters last."""
+    def text(self, counters: Mapping[str, float]) -> str:
+        """Everything in Prometheus's text format, the engine's and the cache's counters last."""
         lines = []
         for metric in self.registry.metrics():
             lines += [f"# HELP {metric.name} {metric.help_text}", f"# TYPE {metric.name} {metric.kind}"]
             lines += [f"{sample.text()} {sample.value}" for sample in metric.samples()]
-        return "\n".join([*lines, *_cache_lines(cache_counters)]) + "\n"
+        return "\n".join([*lines, *_counter_lines(counters)]) + "\n"
 
 
-def _cache_lines(counters: Mapping[str, float]) -> Iterable[str]:
+def add_engine_gauges(metrics: EngineMetrics, scheduler: Scheduler) -> None:
+    """Queue lengths, read from whichever thread looks: each is one number."""
+    add = metrics.add_gauge
+    add("sglang:num_running_reqs", "Requests being computed", lambda: len(scheduler.running))
+    add("sglang:num_queue_reqs", "Requests waiting", lambda: len(scheduler.waiting))
+    add("sglang:max_total_num_tokens", "Slots of the device pool", lambda: scheduler.limits.pool_tokens)
+
+
+def _counter_lines(counters: Mapping[str, float]) -> Iterable[str]:
     named = [(key if key.startswith(PREFIX) else PREFIX + key, value) for key, value in counters.items()]
     histograms = {key.split("{")[0].removesuffix("_bucket") for key, _ in named if "_bucket{" in key}
 

@@ -36,7 +36,7 @@ from engine_plugin.engine.protocol import (
     top_p,
 )
 from engine_plugin.engine.request import SamplingParams
-from engine_plugin.engine.service import EngineService, Generation
+from engine_plugin.engine.service import ChatMessage, EngineService, Generation
 
 COMPLETION_TOKENS = 16
 """OpenAI's default length of /v1/completions; chat goes on as long as there is room."""
@@ -154,7 +154,7 @@ class OpenAIRoutes:
         max_tokens = raw.integer("max_completion_tokens", None, least=0)
         if max_tokens is None:
             max_tokens = raw.integer("max_tokens", None, least=0)
-        prompt = Prompt(self._service.chat_prompt(_messages(raw)), None)
+        prompt = await self._service.chat_prompt(_messages(raw))
         return await self._answer(request, _call(raw, [prompt], max_tokens), CHAT)
 
     async def _answer(self, request: Request, call: _Call, shape: _Shape) -> Response:
@@ -257,24 +257,24 @@ def _prompt(value: object, name: str) -> Prompt:
     return Prompt(value, None) if isinstance(value, str) else Prompt(None, token_ids(value, name))
 
 
-def _messages(raw: Fields) -> list[dict[str, str]]:
+def _messages(raw: Fields) -> list[ChatMessage]:
     given = raw.get("messages")
     if not isinstance(given, list) or not given:
         raw.fail("messages", "a non-empty list of {role, content}")
     return [_message(one, f"messages[{number}]") for number, one in enumerate(given)]
 
 
-def _message(value: object, path: str) -> dict[str, str]:
+def _message(value: object, path: str) -> ChatMessage:
     raw = Fields(value, path)
     raw.only({"role", "content", "name"}, {"tool_calls": ([],), "refusal": ()})
     role, content = raw.string("role"), raw.get("content")
     if not role:
         raw.fail("role", "a non-empty string")
     if isinstance(content, list):
-        return {"role": role, "content": "".join(_text_part(part, f"{path}.content") for part in content)}
+        return ChatMessage(role, "".join(_text_part(part, f"{path}.content") for part in content))
     if not isinstance(content, str):
         raw.fail("content", "a string or a list of text parts")
-    return {"role": role, "content": content}
+    return ChatMessage(role, content)
 
 
 def _text_part(part: object, path: str) -> str:

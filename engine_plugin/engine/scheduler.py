@@ -122,10 +122,11 @@ class Scheduler:
         taken, self._progress = self._progress, []
         return taken
 
-    def state(self) -> dict[str, float]:
-        """Queue lengths, totals and the cache's counters."""
-        counts = asdict(self.counts)
-        return {"running": len(self.running), "waiting": len(self.waiting), **counts, **self.cache.counters()}
+    def counters(self) -> dict[str, float]:
+        """Queue lengths, the engine's totals and the cache's counters, by sample name."""
+        totals = {f"engine_{name}_total": value for name, value in asdict(self.counts).items()}
+        queues = {"engine_running": len(self.running), "engine_waiting": len(self.waiting)}
+        return {**queues, **totals, **self.cache.counters()}
 
     def flush(self) -> FlushResult:
         """Empty the upper tiers if nothing waits or runs."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,18 +26,28 @@ from engine_plugin.engine.protocol import Prompt, Task
 from engine_plugin.engine.request import FinishReason, OutputText, Progress, Request, SamplingParams
 from engine_plugin.engine.scheduler import Limits
 
+U32 = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
 
 class TextCodec(Protocol):
     """What is asked of a tokenizer."""
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Token ids of a prompt."""
+    def encode(self, text: str) -> U32:
+        """Token ids [n] of a prompt."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of any run of ids; incomplete characters come out as U+FFFD."""
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt of a conversation, up to where the assistant answers. Raises ValueError."""
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> U32:
+        """Token ids [n] of a conversation, up to where the assistant answers. Raises ValueError."""
 
 
 class Overloaded(RuntimeError):
@@ -150,16 +160,19 @@ class EngineService:
         """End the request of that id, or every one."""
         self.engine.abort(lambda request: rid is None or request.rid == rid, "aborted by the client")
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a conversation. Raises BadRequest for one that the model's template refuses."""
-        if self.vocabulary.codec is None:
+    async def chat_prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
+        """The tokens of a conversation. Raises BadRequest for one that the model's template refuses."""
+        codec = self.vocabulary.codec
+        if codec is None:
             raise BadRequest("messages need a tokenizer, which this model has not: use /generate with input_ids")
+        for message in messages:
+            _check_unicode(message.role + message.content, "messages")
         try:
-            return self.vocabulary.codec.render_chat(messages)
+            return Prompt(None, await asyncio.to_thread(codec.encode_chat, messages))
         except ValueError as error:
             raise BadRequest(f"messages: {error}") from error
 
-    def probe_prompt(self) -> NDArray[np.uint32]:
+    def probe_prompt(self) -> U32:
         """A prompt that any model can continue: one token."""
         return np.zeros(1, np.uint32)
 
@@ -198,20 +211,17 @@ class EngineService:
                 raise BadRequest(f"rid {rid!r} is in use: ids of requests under way must differ")
         self._rids.update(rids)
 
-    async def _encode(self, prompt: Prompt) -> NDArray[np.uint32]:
+    async def _encode(self, prompt: Prompt) -> U32:
         if prompt.ids is not None:
             return prompt.ids
         text = prompt.text or ""
         if self.vocabulary.codec is None:
             raise BadRequest("text needs a tokenizer, which this model has not: send input_ids")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadRequest(f"text is not Unicode: {error.reason} at character {error.start}") from None
+        _check_unicode(text, "text")
         # Off the event loop: a megabyte of text takes longer than anybody else should wait.
-        return np.array(await asyncio.to_thread(self.vocabulary.codec.encode, text), np.uint32)
+        return await asyncio.to_thread(self.vocabulary.codec.encode, text)
 
-    def _request(self, task: Task, ids: NDArray[np.uint32], arrived_s: float) -> Request:
+    def _request(self, task: Task, ids: U32, arrived_s: float) -> Request:
         self._check_prompt(ids)
         params = self._fitted(task, len(ids))
         rid = task.rid if task.rid is not None else uuid.uuid4().hex
@@ -249,3 +259,11 @@ class EngineService:
             return codec.decode(output, skip_special_tokens=params.skip_special_tokens)
 
         return TextStream(decode, ids[-CONTEXT_TOKENS:].tolist(), params.stop)
+
+
+def _check_unicode(text: str, what: str) -> None:
+    """JSON can hold halves of characters, tokenizers cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{what} is not Unicode: {error.reason} at character {error.start}") from None

@@ -207,6 +207,10 @@ class PrefixCache(ABC):
         Names ending in `_total` only grow. Always there: `device_pages` and `device_pages_free`.
         """
 
+    def describe(self) -> list[str]:
+        """For a person, at the start: a line for each tier below the device, with sizes and place. None by default."""
+        return []
+
     @abstractmethod
     def check(self) -> None:
         """Conservation: each device page and frame is in exactly one state. AssertionError names the broken rule."""

@@ -9,12 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cachekernels import _core
-
-U64 = NDArray[np.uint64]
-I32 = NDArray[np.int32]
+from cachekernels.arrays import I32, U64
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 // Checks every shape, range and size of a copy once, then copies without the GIL.
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <stdexcept>
 #include <string>
 
+#include "arrays.hpp"
 #include "bindings.hpp"
 #include "paged_copy.hpp"
 #include "stream_copy.hpp"
@@ -15,17 +15,15 @@ using namespace nanobind::literals;
 namespace cachesvc {
 namespace {
 
-using Addresses = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Indices = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Copy = void (*)(const PagedPool&, const Frames&, LayerRange, const int32_t*, const int32_t*, size_t);
 
 void require(bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
 }
 
-void check_range(const Indices& indices, size_t bound, const char* name) {
-    for (size_t i = 0; i < indices.shape(0); ++i) {
-        const int32_t value = indices.data()[i];
+void check_range(std::span<const int32_t> indices, size_t bound, const char* name) {
+    for (size_t i = 0; i < indices.size(); ++i) {
+        const int32_t value = indices[i];
         require(value >= 0 && static_cast<size_t>(value) < bound,
                 std::string(name) + "[" + std::to_string(i) + "] is " + std::to_string(value) + ", expected [0, " +
                     std::to_string(bound) + ")");
@@ -33,14 +31,15 @@ void check_range(const Indices& indices, size_t bound, const char* name) {
 }
 
 template <Copy copy>
-void checked_copy(const Addresses& bases, size_t row_bytes, size_t page_size, size_t num_pages, const Indices& pages,
-                  uint64_t data_address, size_t stride_bytes, size_t num_frames, const Indices& frames,
-                  size_t layer_begin, size_t layer_end) {
-    require(bases.shape(0) % 2 == 0, "bases holds K and V of each layer, so an even number is expected, got " +
-                                         std::to_string(bases.shape(0)));
-    const PagedPool pool{bases.data(), bases.shape(0) / 2, row_bytes, page_size, num_pages};
-    require(pages.shape(0) == frames.shape(0), "pages and frames differ in length: " + std::to_string(pages.shape(0)) +
-                                                   " and " + std::to_string(frames.shape(0)));
+void checked_copy(const Input<uint64_t>& base_addresses, size_t row_bytes, size_t page_size, size_t num_pages,
+                  const Input<int32_t>& page_indices, uint64_t data_address, size_t stride_bytes, size_t num_frames,
+                  const Input<int32_t>& frame_indices, size_t layer_begin, size_t layer_end) {
+    const auto bases = input_1d(base_addresses, "bases");
+    const auto pages = input_1d(page_indices, "pages");
+    const auto frames = input_1d(frame_indices, "frames", pages.size());
+    require(bases.size() % 2 == 0, "bases holds K and V of each layer, so an even number is expected, got " +
+                                       std::to_string(bases.size()));
+    const PagedPool pool{bases.data(), bases.size() / 2, row_bytes, page_size, num_pages};
     require(layer_begin <= layer_end && layer_end <= pool.num_layers,
             "layers [" + std::to_string(layer_begin) + ", " + std::to_string(layer_end) + ") are not within [0, " +
                 std::to_string(pool.num_layers) + ")");
@@ -51,7 +50,7 @@ void checked_copy(const Addresses& bases, size_t row_bytes, size_t page_size, si
     check_range(frames, num_frames, "frames");
     nb::gil_scoped_release unlocked;
     copy(pool, Frames{data_address, stride_bytes}, LayerRange{layer_begin, layer_end}, pages.data(), frames.data(),
-         pages.shape(0));
+         pages.size());
 }
 
 bool stream_copy_once(const std::string& name, uint64_t target, uint64_t source, size_t bytes) {
@@ -66,12 +65,10 @@ bool stream_copy_once(const std::string& name, uint64_t target, uint64_t source,
 }  // namespace
 
 void bind_paged_copy(nb::module_& m) {
-    m.def("pool_to_frames", &checked_copy<&pool_to_frames>, "bases"_a.noconvert(), "row_bytes"_a, "page_size"_a, "num_pages"_a,
-          "pages"_a.noconvert(), "data_address"_a, "stride_bytes"_a, "num_frames"_a, "frames"_a.noconvert(),
-          "layer_begin"_a, "layer_end"_a);
-    m.def("frames_to_pool", &checked_copy<&frames_to_pool>, "bases"_a.noconvert(), "row_bytes"_a, "page_size"_a, "num_pages"_a,
-          "pages"_a.noconvert(), "data_address"_a, "stride_bytes"_a, "num_frames"_a, "frames"_a.noconvert(),
-          "layer_begin"_a, "layer_end"_a);
+    m.def("pool_to_frames", &checked_copy<&pool_to_frames>, "bases"_a, "row_bytes"_a, "page_size"_a, "num_pages"_a,
+          "pages"_a, "data_address"_a, "stride_bytes"_a, "num_frames"_a, "frames"_a, "layer_begin"_a, "layer_end"_a);
+    m.def("frames_to_pool", &checked_copy<&frames_to_pool>, "bases"_a, "row_bytes"_a, "page_size"_a, "num_pages"_a,
+          "pages"_a, "data_address"_a, "stride_bytes"_a, "num_frames"_a, "frames"_a, "layer_begin"_a, "layer_end"_a);
     m.def("stream_copy_name", [] { return std::string(stream_copy_name()); });
     m.def("stream_copy", &stream_copy_once, "name"_a, "target"_a, "source"_a, "num_bytes"_a);
 }

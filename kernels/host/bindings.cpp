@@ -9,6 +9,7 @@ NB_MODULE(_core, m) {
     bind_region(m);
     bind_page_index(m);
     bind_paged_copy(m);
+    bind_object_index(m);
     bind_file_io(m);
     bind_row_math(m);
 }

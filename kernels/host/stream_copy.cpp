@@ -18,10 +18,12 @@ void copy_portable(uint8_t* target, const uint8_t* source, size_t bytes, const u
 #if defined(__x86_64__)
 
 constexpr size_t line = 64;
-// How far ahead of the loads the source is prefetched; measured best at 512 of 0 to 2048 bytes, for chunks of 384 B to 24 KiB.
+// How far ahead of the loads the source is prefetched; measured best at 512 of 0 to 2048 bytes, for chunks of 384 B to
+// 24 KiB.
 constexpr size_t ahead = 512;
 
-// One loop for every width. A macro and not a template: only a function's own body is compiled for its target attribute.
+// One loop for every width. A macro and not a template: only a function's own body is compiled for its target
+// attribute.
 #define CACHESVC_STREAM_LOOP(LINE_COPY)                                                                     \
     const size_t head = std::min(bytes, (line - reinterpret_cast<uintptr_t>(target) % line) % line);        \
     std::memcpy(target, source, head);                                                                      \

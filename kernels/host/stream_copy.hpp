@@ -2,8 +2,8 @@
 //
 // DESIGN. KV pages are written once and read much later, so the destination's old lines are neither worth loading nor
 // worth keeping: non-temporal stores skip both. The widest store the CPU has is chosen once at run time (AVX-512, AVX2,
-// SSE2); other architectures use memcpy. The hardware prefetcher stops at page ends and knows nothing of the next chunk of
-// a gather, so the source is prefetched in software, across the end of a chunk into the next one.
+// SSE2); other architectures use memcpy. The hardware prefetcher stops at page ends and knows nothing of the next chunk
+// of a gather, so the source is prefetched in software, across the end of a chunk into the next one.
 //
 // Non-temporal stores are weakly ordered: whoever used a Copy must call stream_fence() before it tells anyone.
 #pragma once

@@ -6,21 +6,24 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
+from numpy.typing import NDArray
 from starlette.applications import Starlette
 
 from engine_plugin.engine.batch import ForwardBatch
 from engine_plugin.engine.http import ServerInfo, build_app
 from engine_plugin.engine.loop import EngineLoop
+from engine_plugin.engine.metrics import add_engine_gauges
 from engine_plugin.engine.openai import OpenAIRoutes
 from engine_plugin.engine.request import Request
 from engine_plugin.engine.scheduler import Limits, Scheduler
-from engine_plugin.engine.service import EngineService, Vocabulary
+from engine_plugin.engine.service import ChatMessage, EngineService, Vocabulary
 from engine_plugin.hicache.no_cache import NoCache
 from tests.oracles.token_model import VOCAB, TokenModel, new_planes
 
@@ -28,16 +31,16 @@ from tests.oracles.token_model import VOCAB, TokenModel, new_planes
 class Letters:
     """A tokenizer in which each character is a token, and each token a letter."""
 
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) % VOCAB for character in text]
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        return np.array([ord(character) % VOCAB for character in text], np.uint32)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(chr(ord("a") + token % 26) for token in ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        if messages[-1]["role"] == "assistant":
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> NDArray[np.uint32]:
+        if messages[-1].role == "assistant":
             raise ValueError("the last message must not be the assistant's")
-        return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return self.encode("".join(f"<{message.role}>{message.content}" for message in messages))
 
 
 LETTERS = Letters()
@@ -137,6 +140,7 @@ async def serving(
         has_cache_report=bool(options.get("has_cache_report", True)),
     )
     app = build_app(service, info, OpenAIRoutes(service, info, lambda: 1234.5).routes())
+    add_engine_gauges(service.metrics, scheduler)
     service.connect(engine, asyncio.get_running_loop())
     engine.start()
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

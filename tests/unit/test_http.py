@@ -167,8 +167,8 @@ def test_a_client_that_goes_away_leaves_nothing_computing(stream: bool) -> None:
         server.model.may_run.set()
         await server.assert_nothing_held()
         assert len(server.model.batches) < 10
-        state = await asyncio.wrap_future(server.engine.ask(lambda scheduler: scheduler.state()))
-        assert state["aborted"] == 1
+        state = await asyncio.wrap_future(server.engine.ask(lambda scheduler: scheduler.counters()))
+        assert state["engine_aborted_total"] == 1
 
     run(test)
 
@@ -254,7 +254,7 @@ def test_information_and_health() -> None:
         model = (await server.client.get("/get_model_info")).json()
         assert (model["model_path"], model["is_generation"], model["vocab_size"]) == ("/models/tiny.gguf", True, VOCAB)
         info = (await server.client.get("/server_info")).json()
-        assert (info["page_size"], info["internal_states"][0]["finished"]) == (4, 1)
+        assert (info["page_size"], info["internal_states"][0]["engine_finished_total"]) == (4, 1)
         assert (await server.client.get("/nowhere")).json()["error"]["code"] == 404
         assert (await server.client.get("/generate")).status_code == 405
 

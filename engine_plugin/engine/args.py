@@ -1,0 +1,324 @@
+"""The server's flags: SGLang's names and defaults, checked against each other before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine_plugin.hicache.config import CacheMode, PrefetchPolicy, WritePolicy
+from storage_backends.registry import known_backends
+
+PAGE_SIZE_ALONE = 1
+PAGE_SIZE_WITH_STORAGE = 64
+GIGABYTE = 10**9
+
+NUMBER = (int, float)
+CORE_KEYS: dict[str, tuple[str, type[int] | tuple[type[int], type[float]]]] = {
+    "prefetch_threshold": ("prefetch_threshold_tokens", int),
+    "load_back_threshold": ("load_back_threshold_tokens", int),
+    "prefetch_timeout_base": ("prefetch_timeout_base_s", NUMBER),
+    "prefetch_timeout_per_ki_token": ("prefetch_timeout_per_1k_tokens_s", NUMBER),
+    "prefetch_timeout_cap": ("prefetch_timeout_cap_s", NUMBER),
+}
+"""Keys of the extra config that are the cache's own, and the fields of CacheConfig they set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """The checked flags. None: decided once the model is known. Sizes of `hicache_size_gb` are in 10^9 bytes."""
+
+    model_path: str | None
+    served_model_name: str | None
+    host: str
+    port: int
+    dtype: str
+    kv_cache_dtype: str
+    context_length: int | None
+    random_seed: int
+    page_size: int
+    max_total_tokens: int | None
+    chunked_prefill_size: int
+    max_running_requests: int
+    max_queued_requests: int | None
+    enable_deterministic_inference: bool
+    cache_mode: CacheMode
+    hicache_ratio: float
+    hicache_size_gb: float
+    write_policy: WritePolicy
+    prefetch_policy: PrefetchPolicy
+    storage_backend: str | None
+    storage_config: dict[str, object] = field(default_factory=dict)
+    cache_options: dict[str, Any] = field(default_factory=dict)
+    enable_cache_report: bool
+    enable_metrics: bool
+    drain_timeout_s: float
+    log_level: str
+
+    def host_frames(self, num_device_pages: int, frame_bytes: int) -> int:
+        """Frames of host memory for that pool: `--hicache-size` if given, else `--hicache-ratio` times the pool."""
+        if self.cache_mode is not CacheMode.HIERARCHICAL:
+            return 0
+        if self.hicache_size_gb > 0:
+            return int(self.hicache_size_gb * GIGABYTE) // frame_bytes
+        return int(num_device_pages * self.hicache_ratio)
+
+    def as_json(self) -> dict[str, object]:
+        """The effective values, for `/server_info` and the log."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+class HelpText(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except where there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, except that a misspelt flag is answered with the nearest one there is."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
+        """Parse or exit with status 2 and the reason on stderr."""
+        parsed, unknown = self.parse_known_args(args)
+        if unknown:
+            self._unknown(unknown[0].split("=")[0])
+        return parsed
+
+    def _unknown(self, name: str) -> NoReturn:
+        near = difflib.get_close_matches(name, list(self._option_string_actions), n=1, cutoff=0.5)
+        self.error(f"unrecognized argument {name}" + (f" (did you mean {near[0]}?)" if near else " (see --help)"))
+
+
+def parse_args(argv: Sequence[str]) -> EngineArgs:
+    """The flags as checked values. On bad input exits with status 2 and one line saying what is valid."""
+    parser = _parser()
+    raw = parser.parse_args(argv)
+    if raw.enable_hierarchical_cache and raw.disable_radix_cache:
+        parser.error("--enable-hierarchical-cache and --disable-radix-cache exclude each other: use one of them")
+    if raw.hicache_storage_backend and not raw.enable_hierarchical_cache:
+        parser.error("--hicache-storage-backend needs --enable-hierarchical-cache: storage is read through host memory")
+    if raw.hicache_storage_backend_extra_config and not raw.hicache_storage_backend:
+        parser.error("--hicache-storage-backend-extra-config needs --hicache-storage-backend")
+    try:
+        storage_config, cache_options = split_extra_config(raw.hicache_storage_backend_extra_config)
+    except ValueError as error:
+        parser.error(f"argument --hicache-storage-backend-extra-config: {error}")
+    page_size = raw.page_size or (PAGE_SIZE_WITH_STORAGE if raw.hicache_storage_backend else PAGE_SIZE_ALONE)
+    if raw.max_total_tokens is not None and raw.max_total_tokens < page_size:
+        parser.error(f"--max-total-tokens {raw.max_total_tokens} is less than one page of {page_size} tokens")
+    return EngineArgs(
+        model_path=raw.model_path,
+        served_model_name=raw.served_model_name,
+        host=raw.host,
+        port=raw.port,
+        dtype=raw.dtype,
+        kv_cache_dtype=raw.kv_cache_dtype,
+        context_length=raw.context_length,
+        random_seed=raw.random_seed,
+        page_size=page_size,
+        max_total_tokens=raw.max_total_tokens,
+        chunked_prefill_size=raw.chunked_prefill_size,
+        max_running_requests=raw.max_running_requests,
+        max_queued_requests=raw.max_queued_requests,
+        enable_deterministic_inference=raw.enable_deterministic_inference,
+        cache_mode=_mode(raw),
+        hicache_ratio=raw.hicache_ratio,
+        hicache_size_gb=raw.hicache_size,
+        write_policy=WritePolicy(raw.hicache_write_policy),
+        prefetch_policy=PrefetchPolicy(raw.hicache_storage_prefetch_policy),
+        storage_backend=raw.hicache_storage_backend,
+        storage_config=storage_config,
+        cache_options=cache_options,
+        enable_cache_report=raw.enable_cache_report,
+        enable_metrics=raw.enable_metrics,
+        drain_timeout_s=raw.drain_timeout,
+        log_level=raw.log_level,
+    )
+
+
+def split_extra_config(text: str | None) -> tuple[dict[str, object], dict[str, Any]]:
+    """The extra config, inline JSON or `@file.json` / `@file.toml`, as (the backend's keys, fields of CacheConfig).
+
+    Raises ValueError naming what is wrong.
+    """
+    backend = _read_extra_config(text) if text else {}
+    core: dict[str, Any] = {}
+    for key, (name, kinds) in CORE_KEYS.items():
+        if key not in backend:
+            continue
+        value = backend.pop(key)
+        if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
+            raise ValueError(f"{key} must be {'a whole' if kinds is int else 'a'} number of at least 0, got {value!r}")
+        core[name] = value
+    return backend, core
+
+
+def _read_extra_config(text: str) -> dict[str, object]:
+    path = Path(text[1:]) if text.startswith("@") else None
+    try:
+        source = text if path is None else path.read_text(encoding="utf-8")
+        parsed = tomllib.loads(source) if path is not None and path.suffix == ".toml" else json.loads(source)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected a JSON object, or @FILE with JSON or TOML (.toml): {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"expected a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def _mode(raw: argparse.Namespace) -> CacheMode:
+    if raw.disable_radix_cache:
+        return CacheMode.NONE
+    return CacheMode.HIERARCHICAL if raw.enable_hierarchical_cache else CacheMode.RADIX
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="cachesvc engine",
+        description="Serve a model over HTTP with its KV cache in up to three tiers. Flags are SGLang's.",
+        formatter_class=HelpText,
+        allow_abbrev=False,
+    )
+    _add_model_flags(parser)
+    _add_scheduler_flags(parser)
+    _add_cache_flags(parser)
+    _add_server_flags(parser)
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model-path", help="a GGUF file, a folder, or random:SEED (default: SmolLM2-135M-Instruct from its package)"
+    )
+    group.add_argument("--served-model-name", help="the name that answers carry (default: the model's)")
+    group.add_argument(
+        "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of weights and compute"
+    )
+    group.add_argument(
+        "--kv-cache-dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="auto: as --dtype"
+    )
+    group.add_argument("--context-length", type=_at_least(2), help="tokens of prompt and output (default: the model's)")
+    group.add_argument("--random-seed", type=_at_least(0), default=0, help="for sampling without a seed of its own")
+    group.add_argument(
+        "--enable-deterministic-inference",
+        action="store_true",
+        help="outputs do not depend on batching, chunking or where the prefix came from, bit by bit",
+    )
+
+
+def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("scheduling")
+    group.add_argument(
+        "--max-total-tokens", type=_at_least(1), help="slots of the device pool (default: by free memory)"
+    )
+    group.add_argument("--chunked-prefill-size", type=_chunk, default=512, help="prompt tokens of one step, -1: all")
+    group.add_argument("--max-running-requests", type=_at_least(1), default=32, help="requests computed together")
+    group.add_argument(
+        "--max-queued-requests", type=_at_least(1), help="more waiting ones are refused (default: no limit)"
+    )
+    group.add_argument("--schedule-policy", choices=["fcfs"], default="fcfs", help="order of waiting requests")
+
+
+def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cache")
+    group.add_argument("--page-size", type=_at_least(1), help="tokens of one page (default: 64 with storage, else 1)")
+    group.add_argument("--disable-radix-cache", action="store_true", help="no reuse of prefixes at all")
+    group.add_argument("--radix-eviction-policy", choices=["lru"], default="lru", help="which prefix leaves first")
+    group.add_argument(
+        "--enable-hierarchical-cache", "--enable-hicache", action="store_true", help="keep prefixes in host memory too"
+    )
+    group.add_argument(
+        "--hicache-ratio", type=_positive, default=2.0, help="host memory as a multiple of the device pool"
+    )
+    group.add_argument("--hicache-size", type=_not_negative, default=0.0, help="host memory in GB; overrides the ratio")
+    group.add_argument(
+        "--hicache-write-policy",
+        choices=[one.value for one in WritePolicy],
+        default="write_through",
+        help="when to copy to host",
+    )
+    group.add_argument(
+        "--hicache-mem-layout", choices=["page_first"], default="page_first", help="of a page in host memory"
+    )
+    group.add_argument("--hicache-storage-backend", choices=known_backends(), help="keep prefixes in storage too")
+    group.add_argument(
+        "--hicache-storage-prefetch-policy",
+        choices=[one.value for one in PrefetchPolicy],
+        default="timeout",
+        help="how long a request waits for its prefix from storage",
+    )
+    group.add_argument(
+        "--hicache-storage-backend-extra-config",
+        metavar="JSON",
+        help="options of the backend and " + ", ".join(CORE_KEYS) + "; a JSON object, or @FILE with JSON or TOML",
+    )
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=_port, default=30000, help="0 picks a free one and prints it")
+    group.add_argument(
+        "--enable-cache-report", action="store_true", help="cached tokens in the usage of OpenAI answers"
+    )
+    group.add_argument("--enable-metrics", action="store_true", help="serve Prometheus metrics at /metrics")
+    group.add_argument("--drain-timeout", type=_not_negative, default=10.0, help="seconds to finish writing at the end")
+    group.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="of the log")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = _integer(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return parse
+
+
+def _chunk(text: str) -> int:
+    value = _integer(text)
+    if value < 1 and value != -1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, or -1 for no chunking, got {value}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = _integer(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"must be in [0, 65535], got {value}")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None

@@ -1,0 +1,155 @@
+"""The process around the application: its socket, its signals, its end.
+
+DESIGN. The main thread runs the event loop, the engine has its own thread. SIGTERM or SIGINT: no new connections;
+requests under way get half of the drain time, then they are ended; the cache gets the rest to write out what waits. The
+exit status is 0 then, also when pages were lost to the bound, and their number is reported. A second signal ends the
+waiting for requests. If the engine dies the server ends too, with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from engine_plugin.engine.loop import EngineLoop
+from engine_plugin.engine.scheduler import Scheduler
+from engine_plugin.engine.service import EngineService
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop:
+    """Turns signals into an orderly end: of a server once there is one, of the whole start-up before."""
+
+    def __init__(self) -> None:
+        self.server: uvicorn.Server | None = None
+        self.began_s: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self.server is None:
+            sys.exit(0)
+        if self.began_s is None:
+            self.began_s = time.monotonic()
+        else:
+            self.server.force_exit = True
+        self.server.should_exit = True
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals, and give them back afterwards. Without effect outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class QuietServer(uvicorn.Server):
+    """uvicorn that says when it answers, and leaves signals to `Stop` (its own handling ends by the signal itself)."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are `Stop`'s."""
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises OSError naming the address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise OSError(f"cannot listen on {host}: {error.strerror}") from error
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where clients reach it."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    app: Starlette,
+    service: EngineService,
+    scheduler: Scheduler,
+    bound: socket.socket,
+    stop: Stop,
+    *,
+    drain_s: float,
+    clock: Callable[[], float],
+    on_ready: Callable[[str], None],
+) -> int:
+    """Run until stopped. Returns the exit status. `on_ready` gets the URL once requests are answered."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=max(1, math.ceil(drain_s / 2)),
+    )
+    server = QuietServer(config, lambda: on_ready(url_of(bound)))
+
+    def end() -> None:
+        server.should_exit = True
+
+    async def run() -> int:
+        engine = EngineLoop(scheduler, clock=clock, deliver=service.deliver, on_fatal=end)
+        service.connect(engine, asyncio.get_running_loop())
+        engine.start()
+        stop.server = server
+        await server.serve(sockets=[bound])
+        began_s = time.monotonic() if stop.began_s is None else stop.began_s
+        left_s = max(drain_s / 2, drain_s - (time.monotonic() - began_s))
+        return await asyncio.to_thread(_finish, engine, left_s)
+
+    return asyncio.run(run())
+
+
+def _finish(engine: EngineLoop, drain_s: float) -> int:
+    try:
+        num_lost = engine.stop(drain_s)
+    except RuntimeError as error:
+        log.error("%s: %s", error, error.__cause__)
+        return 1
+    if num_lost:
+        log.warning("stopped: %d pages could not be persisted within the drain time", num_lost)
+    else:
+        log.info("stopped: every page that was to be persisted is")
+    return 0

@@ -1,0 +1,280 @@
+#include "file_io.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <system_error>
+
+#include "file_transfer.hpp"
+
+namespace cachesvc {
+namespace {
+
+constexpr size_t names_grain = 16;  // names per turn of a thread, where each takes microseconds
+constexpr char digits[] = "0123456789abcdef";
+constexpr char page_suffix[] = ".page";
+constexpr char temporary_suffix[] = ".tmp";
+constexpr char set_aside_name[] = "set-aside";
+
+class Descriptor {
+   public:
+    explicit Descriptor(int fd) : fd_(fd) {}
+    ~Descriptor() {
+        if (fd_ >= 0) close(fd_);
+    }
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+    operator int() const { return fd_; }
+
+   private:
+    const int fd_;
+};
+
+std::string shard_name(const ObjectId& id) { return {digits[id.bytes[0] >> 4], digits[id.bytes[0] & 15]}; }
+
+std::string hex(const ObjectId& id) {
+    std::string text(ObjectId::size * 2, '0');
+    for (size_t i = 0; i < ObjectId::size; ++i) {
+        text[2 * i] = digits[id.bytes[i] >> 4];
+        text[2 * i + 1] = digits[id.bytes[i] & 15];
+    }
+    return text;
+}
+
+std::string page_path(const ObjectId& id) { return shard_name(id) + '/' + hex(id) + page_suffix; }
+std::string set_aside_path(const ObjectId& id) { return std::string(set_aside_name) + '/' + hex(id) + page_suffix; }
+
+bool parse_page_name(const char* name, ObjectId& id) {
+    if (std::strlen(name) != ObjectId::size * 2 + std::strlen(page_suffix)) return false;
+    if (std::strcmp(name + ObjectId::size * 2, page_suffix) != 0) return false;
+    auto value = [](char digit) -> int {
+        const char* place = std::strchr(digits, digit);
+        return place && digit ? static_cast<int>(place - digits) : -1;
+    };
+    for (size_t i = 0; i < ObjectId::size; ++i) {
+        const int high = value(name[2 * i]), low = value(name[2 * i + 1]);
+        if (high < 0 || low < 0) return false;
+        id.bytes[i] = static_cast<uint8_t>(high << 4 | low);
+    }
+    return true;
+}
+
+bool ends_with(const char* name, const char* suffix) {
+    const size_t length = std::strlen(name), tail = std::strlen(suffix);
+    return length > tail && std::strcmp(name + length - tail, suffix) == 0;
+}
+
+// Renames unless the target exists (EEXIST). Some file systems cannot say so in one step; link + unlink is the same
+// there.
+int rename_new(int directory, const char* source, const char* target) {
+    if (renameat2(directory, source, directory, target, RENAME_NOREPLACE) == 0) return 0;
+    if (errno != EINVAL && errno != ENOSYS && errno != EOPNOTSUPP) return errno;
+    if (linkat(directory, source, directory, target, 0) != 0) return errno;
+    return unlinkat(directory, source, 0) == 0 ? 0 : errno;
+}
+
+// Whether the open file starts with the segments' bytes (or all of it does, when it is shorter).
+bool starts_with(int fd, const Segments::Object& object) {
+    uint8_t buffer[65536];
+    off_t at = 0;
+    for (size_t i = 0; i < object.lengths.size(); ++i) {
+        const auto* seen = reinterpret_cast<const uint8_t*>(object.addresses[i]);
+        for (size_t left = object.lengths[i]; left > 0;) {
+            const ssize_t got = pread(fd, buffer, std::min(left, sizeof buffer), at);
+            if (got < 0 && errno == EINTR) continue;
+            if (got < 0) return false;
+            if (got == 0) return true;
+            if (std::memcmp(buffer, seen, static_cast<size_t>(got)) != 0) return false;
+            seen += got;
+            at += got;
+            left -= static_cast<size_t>(got);
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+FileIo::FileIo(int directory_fd, std::string writer, bool direct, size_t num_threads)
+    : directory_(fcntl(directory_fd, F_DUPFD_CLOEXEC, 0)),
+      writer_(std::move(writer)),
+      direct_(direct),
+      threads_(num_threads) {
+    if (directory_ < 0) throw std::system_error(errno, std::generic_category(), "object directory");
+}
+
+FileIo::~FileIo() { close(directory_); }
+
+std::string FileIo::temporary_path(const ObjectId& id, uint64_t number) const {
+    return shard_name(id) + '/' + hex(id) + '.' + writer_ + '.' + std::to_string(number) + temporary_suffix;
+}
+
+// ---- put ----
+
+void FileIo::write(const ObjectId* ids, const Segments& segments, const uint8_t* which, int64_t modified_ns,
+                   uint64_t* numbers, int32_t* errors) {
+    threads_.each(segments.count, 1, [&](size_t i) {
+        errors[i] = not_tried;
+        if (!which[i]) return;
+        numbers[i] = next_number_.fetch_add(1);
+        errors[i] = write_one(ids[i], segments.object(i), modified_ns - static_cast<int64_t>(i), numbers[i]);
+    });
+}
+
+int FileIo::write_one(const ObjectId& id, const Segments::Object& object, int64_t modified_ns, uint64_t number) {
+    const std::string path = temporary_path(id, number);
+    const int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | (direct_ ? O_DIRECT : 0);
+    int opened = openat(directory_, path.c_str(), flags, 0600);
+    if (opened < 0 && errno == ENOENT) {  // the first object of its shard
+        if (mkdirat(directory_, shard_name(id).c_str(), 0700) != 0 && errno != EEXIST) return errno;
+        opened = openat(directory_, path.c_str(), flags, 0600);
+    }
+    if (opened < 0) return errno;
+    const Descriptor file(opened);
+    int error = write_object(file, object, direct_ ? direct_alignment : 1);
+    if (!error) {
+        const timespec when{modified_ns / 1'000'000'000, modified_ns % 1'000'000'000};
+        const timespec times[2] = {when, when};
+        if (futimens(file, times) != 0) error = errno;
+    }
+    if (error) unlinkat(directory_, path.c_str(), 0);
+    return error;
+}
+
+void FileIo::publish(const ObjectId* ids, const uint64_t* numbers, const uint8_t* which, size_t count,
+                     int32_t* errors) {
+    threads_.each(count, names_grain, [&](size_t i) {
+        errors[i] = not_tried;
+        if (!which[i]) return;
+        const std::string path = temporary_path(ids[i], numbers[i]);
+        errors[i] = rename_new(directory_, path.c_str(), page_path(ids[i]).c_str());
+        if (errors[i]) unlinkat(directory_, path.c_str(), 0);
+    });
+}
+
+void FileIo::discard(const ObjectId* ids, const uint64_t* numbers, const uint8_t* which, size_t count) {
+    threads_.each(count, names_grain, [&](size_t i) {
+        if (which[i]) unlinkat(directory_, temporary_path(ids[i], numbers[i]).c_str(), 0);
+    });
+}
+
+// ---- get ----
+
+void FileIo::read(const ObjectId* ids, const Segments& segments, int32_t* errors) {
+    threads_.each(segments.count, 1, [&](size_t i) { errors[i] = read_one(ids[i], segments.object(i)); });
+}
+
+int FileIo::read_one(const ObjectId& id, const Segments::Object& object) {
+    const int flags = O_RDONLY | O_CLOEXEC | (direct_ ? O_DIRECT : 0);
+    const Descriptor file(openat(directory_, page_path(id).c_str(), flags));
+    if (file < 0) return errno;
+    struct stat status;
+    if (fstat(file, &status) != 0) return errno;
+    size_t got = 0;
+    if (int error = read_object(file, object, direct_ ? direct_alignment : 1, &got)) return error;
+    const size_t wanted = object.bytes();
+    return got == wanted && static_cast<size_t>(status.st_size) == wanted ? done : wrong_length;
+}
+
+void FileIo::sizes(const ObjectId* ids, size_t count, int64_t* bytes) {
+    threads_.each(count, names_grain, [&](size_t i) {
+        struct stat status;
+        const int result = fstatat(directory_, page_path(ids[i]).c_str(), &status, AT_SYMLINK_NOFOLLOW);
+        bytes[i] = result == 0 ? status.st_size : errno == ENOENT ? -1 : -1 - errno;
+    });
+}
+
+// ---- removing ----
+
+void FileIo::remove(const ObjectId* ids, const uint8_t* set_aside, size_t count, int32_t* errors) {
+    threads_.each(count, names_grain, [&](size_t i) {
+        const std::string path = set_aside[i] ? set_aside_path(ids[i]) : page_path(ids[i]);
+        errors[i] = unlinkat(directory_, path.c_str(), 0) == 0 ? done : errno;
+    });
+}
+
+void FileIo::set_aside(const ObjectId* ids, const Segments& segments, int32_t* errors) {
+    threads_.each(segments.count, 1, [&](size_t i) { errors[i] = set_aside_one(ids[i], segments.object(i)); });
+}
+
+int FileIo::set_aside_one(const ObjectId& id, const Segments::Object& object) {
+    const std::string path = page_path(id), target = set_aside_path(id);
+    const Descriptor file(openat(directory_, path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (file < 0) return errno;
+    if (!starts_with(file, object)) return different;
+    int error = rename_new(directory_, path.c_str(), target.c_str());
+    if (error == ENOENT && mkdirat(directory_, set_aside_name, 0700) == 0)
+        error = rename_new(directory_, path.c_str(), target.c_str());
+    if (error == EEXIST) return unlinkat(directory_, path.c_str(), 0) == 0 ? kept_earlier : errno;
+    if (error) return error;
+    // Between the comparison and the rename another writer may have put a good object under the name: put that back.
+    struct stat compared, moved;
+    if (fstat(file, &compared) != 0 || fstatat(directory_, target.c_str(), &moved, AT_SYMLINK_NOFOLLOW) != 0)
+        return errno;
+    if (compared.st_ino == moved.st_ino) return done;
+    rename_new(directory_, target.c_str(), path.c_str());
+    return different;
+}
+
+// ---- scan ----
+
+FileIo::Found FileIo::scan(size_t begin, size_t end) {
+    std::vector<Found> parts(end - begin);
+    std::vector<int> errors(end - begin, 0);
+    threads_.each(parts.size(), 1, [&](size_t i) {
+        const size_t shard = begin + i;
+        const std::string name{digits[shard >> 4], digits[shard & 15]};
+        try {
+            scan_directory(name, parts[i]);
+        } catch (const std::system_error& error) {
+            errors[i] = error.code().value();
+        }
+    });
+    Found all;
+    for (size_t i = 0; i < parts.size(); ++i) {
+        if (errors[i]) throw std::system_error(errors[i], std::generic_category(), "scan of an object directory");
+        all.ids.insert(all.ids.end(), parts[i].ids.begin(), parts[i].ids.end());
+        all.bytes.insert(all.bytes.end(), parts[i].bytes.begin(), parts[i].bytes.end());
+        all.modified_ns.insert(all.modified_ns.end(), parts[i].modified_ns.begin(), parts[i].modified_ns.end());
+        all.temporary.insert(all.temporary.end(), parts[i].temporary.begin(), parts[i].temporary.end());
+    }
+    return all;
+}
+
+FileIo::Found FileIo::scan_set_aside() {
+    Found found;
+    scan_directory(set_aside_name, found);
+    return found;
+}
+
+void FileIo::scan_directory(const std::string& name, Found& found) {
+    const int opened = openat(directory_, name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (opened < 0 && errno == ENOENT) return;
+    DIR* listing = opened < 0 ? nullptr : fdopendir(opened);
+    if (!listing) {
+        const int error = errno;
+        if (opened >= 0) close(opened);
+        throw std::system_error(error, std::generic_category(), name);
+    }
+    const std::unique_ptr<DIR, int (*)(DIR*)> closing(listing, closedir);
+    while (const dirent* item = readdir(listing)) {
+        ObjectId id;
+        if (ends_with(item->d_name, temporary_suffix)) {
+            found.temporary.push_back(name + '/' + item->d_name);
+        } else if (parse_page_name(item->d_name, id) && (name == shard_name(id) || name == set_aside_name)) {
+            struct stat status;
+            if (fstatat(opened, item->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0) continue;  // removed meanwhile
+            found.ids.push_back(id);
+            found.bytes.push_back(status.st_size);
+            found.modified_ns.push_back(status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec);
+        }
+    }
+}
+
+}  // namespace cachesvc

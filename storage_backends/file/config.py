@@ -1,0 +1,57 @@
+"""Options of the file backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage_backends.errors import StorageConfigError
+from storage_backends.options import byte_size, check_names, one_of, whole_number
+
+DEFAULT_CAPACITY_BYTES = 10 * 2**30
+DEFAULT_FREE_SHARE = 10  # one part in so many of the file system's free space
+DEFAULT_THREADS = 4
+
+
+@dataclass(frozen=True)
+class FileConfig:
+    """path: the directory, created when missing (mode 0700); its objects are found again by whoever opens it next.
+
+    capacity_bytes: hard limit for objects, temporary files and objects set aside together; None takes the smaller of
+    10 GiB and a tenth of the space that is free when the backend opens. direct: `on` bypasses the page cache or refuses
+    to start, `off` does not, `auto` tries it on the directory itself. threads: I/O threads beside the caller's.
+    """
+
+    path: Path
+    capacity_bytes: int | None = None
+    direct: str = "auto"
+    threads: int = DEFAULT_THREADS
+
+    @staticmethod
+    def parse(options: Mapping[str, object]) -> FileConfig:
+        """From a mapping of option names to values. Raises StorageConfigError."""
+        check_names("file", options, FileConfig.__dataclass_fields__)
+        capacity = options.get("capacity_bytes")
+        return FileConfig(
+            path=Path(os.fspath(str(options.get("path") or default_path()))).expanduser().absolute(),
+            capacity_bytes=None if capacity is None else byte_size("capacity_bytes", capacity),
+            direct=one_of("direct", options.get("direct", "auto"), ("auto", "on", "off")),
+            threads=whole_number("threads", options.get("threads", DEFAULT_THREADS), 0, 256),
+        )
+
+
+def default_path() -> Path:
+    """`$XDG_CACHE_HOME/cachesvc/pages`, else `~/.cache/cachesvc/pages`."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "cachesvc" / "pages"
+
+
+def default_capacity(directory_fd: int) -> int:
+    """The smaller of 10 GiB and a tenth of what is free now. Raises StorageConfigError where nothing is free."""
+    status = os.fstatvfs(directory_fd)
+    share = status.f_bavail * status.f_frsize // DEFAULT_FREE_SHARE
+    if share < 1:
+        raise StorageConfigError("the file system has no free space; set capacity_bytes", free_bytes=0)
+    return min(DEFAULT_CAPACITY_BYTES, share)

@@ -1,0 +1,154 @@
+"""Which processes use a directory of objects, and how much room all of them together have taken.
+
+DESIGN. Several processes may open one directory. Each holds `writers/<token>` under an exclusive flock for its life;
+the lock ends with the process, however it dies, in containers too, where process ids say nothing. The token is part of
+the names of a writer's temporary files, which tells a dead writer's leftovers from a live writer's work.
+
+`usage` is one mapped page with the bytes taken by all writers (`ObjectIndex` adds to it atomically) and how many
+processes have joined so far. A process that starts alone counts the directory anew; one that joins others trusts their
+count. All of that happens under the flock of `start.lock`, one starter at a time. A crash leaves reservations of the
+dead in the count: too much, never too little, until somebody starts alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from pathlib import Path
+
+from storage_backends.errors import StorageClosed
+
+_TURN_S = 0.02
+_DIRECTORY = "writers"
+_LOCK = "start.lock"
+_USAGE = "usage"
+
+
+class _Counters(ctypes.Structure):
+    """The page `usage`: 8-byte words, changed only atomically or under `start.lock`."""
+
+    _fields_ = (
+        ("total_bytes", ctypes.c_uint64),
+        ("joins", ctypes.c_uint64),
+        ("is_counted", ctypes.c_uint64),
+    )
+    total_bytes: int
+    joins: int
+    is_counted: int
+
+
+class Writers:
+    """This process's registration in one directory; it takes part in the count from `join` on."""
+
+    def __init__(self, directory: Path) -> None:
+        self._root = directory
+        self._directory = directory / _DIRECTORY
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        self.token = secrets.token_hex(8)
+        self._token_fd = self._register()
+        self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._memory = self._map(directory / _USAGE)
+        self._counters = _Counters.from_buffer(self._memory)
+        self._joins_alone = -1
+
+    @property
+    def total_address(self) -> int:
+        """Where the shared byte count lies; mapped until `close`."""
+        return ctypes.addressof(self._counters)
+
+    def is_alone(self) -> bool:
+        """This process started alone and nobody has joined since; once False, False for good."""
+        return self._counters.joins == self._joins_alone
+
+    def join(self, stop: threading.Event) -> bool:
+        """Wait for this process's turn to start, then join. True: the directory must be counted, from 0.
+
+        Holds `start.lock` from here until `end_turn`. Raises StorageClosed when `stop` is set first.
+        """
+        while not _try_lock(self._lock_fd):
+            if stop.wait(_TURN_S):
+                raise StorageClosed("the file backend was closed while it waited for its turn to start")
+        is_first = not self.others_alive()
+        must_count = is_first or not self._counters.is_counted
+        if must_count:
+            self._counters.is_counted = 0
+            self._counters.total_bytes = 0
+        self._counters.joins += 1
+        if is_first:
+            self._joins_alone = self._counters.joins
+        return must_count
+
+    def end_turn(self, *, is_counted: bool) -> None:
+        """Give up `start.lock`. is_counted: the directory's bytes are all in the count now."""
+        if is_counted:
+            self._counters.is_counted = 1
+        fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+
+    def remove_stale(self, temporary: list[str], alive: set[str]) -> None:
+        """Remove temporary files (paths below the directory, `XX/<id>.<token>.<number>.tmp`) of writers not alive."""
+        for path in temporary:
+            if path.split(".")[-3] not in alive:
+                (self._root / path).unlink(missing_ok=True)
+
+    def others_alive(self) -> set[str]:
+        """Tokens of other live processes. What dead ones left in `writers/` stays until `bury`."""
+        return {token for token in self._others() if not self._is_dead(token)}
+
+    def bury(self, alive: set[str]) -> None:
+        """Remove the registrations of the dead; to be called once their temporary files are gone."""
+        for token in self._others() - alive:
+            if self._is_dead(token):
+                (self._directory / token).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Leave. The byte count stays as it is, for the others and for nobody."""
+        (self._directory / self.token).unlink(missing_ok=True)
+        del self._counters
+        self._memory.close()
+        os.close(self._lock_fd)
+        os.close(self._token_fd)
+
+    def _register(self) -> int:
+        # The file gets its name when it is locked, so that nobody ever finds a live writer's name unlocked.
+        unnamed = self._directory / f".{self.token}"
+        fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        unnamed.rename(self._directory / self.token)
+        return fd
+
+    def _others(self) -> set[str]:
+        return {name for name in os.listdir(self._directory) if not name.startswith(".")} - {self.token}
+
+    def _is_dead(self, token: str) -> bool:
+        try:
+            fd = os.open(self._directory / token, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return True
+        try:
+            return _try_lock(fd)
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _map(path: Path) -> mmap.mmap:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, mmap.PAGESIZE)
+            return mmap.mmap(fd, mmap.PAGESIZE)
+        finally:
+            os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EINTR):
+            return False
+        raise
+    return True

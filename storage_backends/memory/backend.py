@@ -1,0 +1,140 @@
+"""Objects in this process's memory: the trivial backend, and the second reader of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+from cachekernels.objects import Admission, Found, HeapObjects, ObjectIndex, Removal, Reservation
+from numpy.typing import NDArray
+
+from storage_backends.base import (
+    Capabilities,
+    Guard,
+    ObjectIds,
+    Outcome,
+    Outcomes,
+    ScanBatch,
+    Segments,
+    StorageBackend,
+    Usage,
+)
+from storage_backends.codes import ADMISSION_OUTCOMES, lookup_table
+from storage_backends.errors import StorageClosed
+from storage_backends.memory.config import MemoryConfig
+
+CAPABILITIES: Final = Capabilities(
+    name="memory",
+    alignment_bytes=1,
+    header_bytes=128,
+    index_answers=True,
+    persistent=False,
+    shared=False,
+    evicts=True,
+    verifies=False,
+    scattered=True,
+)
+
+
+FOUND_OUTCOMES: Final = lookup_table(
+    {
+        Found.OK: Outcome.OK,
+        Found.MISSING: Outcome.MISS,
+        Found.WRONG_LENGTH: Outcome.CORRUPT,
+        Found.DIFFERENT: Outcome.CHANGED,
+    }
+)
+
+
+def open_backend(options: Mapping[str, object]) -> MemoryBackend:
+    """Entry point `memory` of `cachesvc.storage_backends`."""
+    return MemoryBackend(MemoryConfig.parse(options))
+
+
+class MemoryBackend(StorageBackend):
+    """Bounded by its capacity, least recently used first; gone with the process."""
+
+    def __init__(self, config: MemoryConfig) -> None:
+        self._index = ObjectIndex(config.capacity_bytes)
+        self._objects = HeapObjects()
+        self._is_closed = False
+
+    def capabilities(self) -> Capabilities:
+        return CAPABILITIES
+
+    def contains(self, ids: ObjectIds) -> Outcomes:
+        self._check_open()
+        return np.where(self._index.contains(ids), Outcome.OK, Outcome.MISS).astype(np.uint8)
+
+    def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
+        self._check_open()
+        moment = self._index.moment()
+        found = self._objects.read(ids, segments.addresses, segments.lengths, segments.offsets)
+        self._index.touch(ids, found == Found.OK)
+        self._index.forget(ids, found == Found.MISSING, counted=True, as_of=moment)
+        return FOUND_OUTCOMES[found]
+
+    def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
+        self._check_open()
+        reservation = self._index.reserve(ids, segments.object_lengths().astype(np.uint64))
+        stored = np.zeros(len(ids), dtype=np.bool_)
+        try:
+            self._remove_victims(reservation)
+            admission = reservation.admission()
+            result = ADMISSION_OUTCOMES[admission]
+            granted = admission == Admission.GRANTED
+            if not granted.any():
+                return result
+            staged = self._objects.stage(segments.addresses, segments.lengths, segments.offsets, granted)
+            kept = granted if guard is None else granted & guard()
+            stored = self._objects.publish(ids, staged, kept)
+            result[granted & ~kept] = Outcome.CHANGED
+            result[kept & ~stored] = Outcome.EXISTS
+            return result
+        finally:
+            self._index.commit(reservation, stored)
+
+    def delete(self, ids: ObjectIds) -> Outcomes:
+        self._check_open()
+        known = self._index.contains(ids)
+        self._remove_victims(self._index.withdraw(ids))
+        return np.where(known, Outcome.OK, Outcome.MISS).astype(np.uint8)
+
+    def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
+        self._check_open()
+        return self._objects.sizes(ids)
+
+    def set_aside(self, ids: ObjectIds, seen: Segments) -> Outcomes:
+        """Memory keeps nothing for inspection: an object set aside is removed."""
+        self._check_open()
+        moment = self._index.moment()
+        found = self._objects.remove_if_equal(ids, seen.addresses, seen.lengths, seen.offsets)
+        self._index.forget(ids, found == Found.OK, counted=True, as_of=moment)
+        return FOUND_OUTCOMES[found]
+
+    def scan(self) -> Iterator[ScanBatch]:
+        self._check_open()
+        ids, lengths = self._objects.list()
+        yield ScanBatch(ids, lengths, np.zeros(len(ids), dtype=np.int64))
+
+    def usage(self) -> Usage:
+        now = self._index.usage()
+        return Usage(
+            used_bytes=now.total_bytes - now.reserved_bytes,
+            reserved_bytes=now.reserved_bytes,
+            capacity_bytes=now.capacity_bytes,
+            objects=now.objects,
+        )
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _remove_victims(self, reservation: Reservation) -> None:
+        victims, _ = reservation.victims()
+        self._objects.remove(victims)
+        self._index.settle(reservation, np.full(len(victims), Removal.REMOVED, dtype=np.uint8))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StorageClosed("the memory backend was closed")

@@ -1,0 +1,53 @@
+"""Reading a backend's configuration: strict about names, generous about units."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+
+from storage_backends.errors import StorageConfigError
+
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def check_names(backend: str, given: Mapping[str, object], known: Iterable[str]) -> None:
+    """Raises StorageConfigError for a key that is not known, naming the nearest one that is."""
+    valid = sorted(known)
+    for name in given:
+        if name in valid:
+            continue
+        near = difflib.get_close_matches(name, valid, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}"
+        raise StorageConfigError(f"storage backend {backend!r} has no option {name!r}; {hint}")
+
+
+def byte_size(name: str, value: object) -> int:
+    """A positive number of bytes from 1048576, "1048576", "1 MiB", "10GiB" or "2.5 GB"."""
+    match = _SIZE.fullmatch(str(value)) if not isinstance(value, bool) else None
+    if match is None or match[2] not in UNITS:
+        raise StorageConfigError(f"{name}={value!r} is not a size; write bytes or a number with {', '.join(UNITS)[2:]}")
+    size = int(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
+    if size < 1:
+        raise StorageConfigError(f"{name}={value!r} must be at least one byte")
+    return size
+
+
+def whole_number(name: str, value: object, low: int, high: int) -> int:
+    """An integer in [low, high], given as such or as text."""
+    try:
+        number = int(str(value))
+    except ValueError:
+        raise StorageConfigError(f"{name}={value!r} is not a whole number") from None
+    if not low <= number <= high:
+        raise StorageConfigError(f"{name}={value!r} is not within {low} to {high}")
+    return number
+
+
+def one_of(name: str, value: object, valid: Iterable[str]) -> str:
+    """One of a few words."""
+    words = list(valid)
+    if value not in words:
+        raise StorageConfigError(f"{name}={value!r} is not one of {', '.join(words)}")
+    return str(value)

@@ -1,0 +1,54 @@
+"""Opening a backend by name.
+
+A distribution adds a backend with an entry point in group `cachesvc.storage_backends`: a callable that takes the
+options as a mapping and returns an open `StorageBackend`. The backends of this package are known without an entry
+point, so that a source tree works uninstalled.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+
+from storage_backends.base import StorageBackend
+from storage_backends.errors import StorageConfigError
+
+GROUP = "cachesvc.storage_backends"
+BUILT_IN = {
+    "file": "storage_backends.file.backend:open_backend",
+    "memory": "storage_backends.memory.backend:open_backend",
+}
+Opener = Callable[[Mapping[str, object]], StorageBackend]
+
+
+def known_backends() -> list[str]:
+    """Names that `open_backend` takes, sorted."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
+
+
+def open_backend(name: str, options: Mapping[str, object]) -> StorageBackend:
+    """An open backend; the caller closes it.
+
+    Raises StorageConfigError for an unknown name or option (naming the nearest valid one), for a value that cannot
+    work, and when the backend's own dependency is missing (naming the package).
+    """
+    known = known_backends()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise StorageConfigError(f"no storage backend is called {name!r}; {hint}")
+    return _opener(name)(options)
+
+
+def _opener(name: str) -> Opener:
+    points = entry_points(group=GROUP, name=name)
+    point = next(iter(points)) if points else EntryPoint(name, BUILT_IN[name], GROUP)
+    try:
+        opener: Opener = point.load()
+    except ImportError as error:
+        raise StorageConfigError(
+            f"storage backend {name!r} needs the package {error.name!r}, which is not installed",
+            entry_point=point.value,
+        ) from error
+    return opener

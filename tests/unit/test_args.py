@@ -1,0 +1,119 @@
+"""The server's flags: SGLang's defaults, what excludes what, and errors that name the valid values."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine_plugin.engine.args import parse_args
+from engine_plugin.hicache.config import CacheMode, PrefetchPolicy, WritePolicy
+
+HIERARCHICAL = ["--enable-hierarchical-cache"]
+STORAGE = [*HIERARCHICAL, "--hicache-storage-backend", "file"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.replace("'", "")  # Python versions quote the choices differently
+
+
+def test_the_defaults_are_sglangs() -> None:
+    args = parse_args([])
+    assert (args.host, args.port) == ("127.0.0.1", 30000)
+    assert (args.page_size, args.cache_mode) == (1, CacheMode.RADIX)
+    assert (args.dtype, args.kv_cache_dtype) == ("auto", "auto")
+    assert (args.hicache_ratio, args.hicache_size_gb) == (2.0, 0.0)
+    assert (args.write_policy, args.prefetch_policy) == (WritePolicy.WRITE_THROUGH, PrefetchPolicy.TIMEOUT)
+    assert (args.storage_backend, args.storage_config, args.cache_options) == (None, {}, {})
+    assert not args.enable_metrics
+    assert not args.enable_cache_report
+    assert not args.enable_deterministic_inference
+
+
+@pytest.mark.parametrize(
+    ("argv", "page_size"),
+    [([], 1), (HIERARCHICAL, 1), (STORAGE, 64), ([*STORAGE, "--page-size", "16"], 16), (["--page-size", "32"], 32)],
+)
+def test_the_page_size_depends_on_storage_unless_given(argv: list[str], page_size: int) -> None:
+    assert parse_args(argv).page_size == page_size
+
+
+def test_cache_modes() -> None:
+    assert parse_args(["--disable-radix-cache"]).cache_mode is CacheMode.NONE
+    assert parse_args(["--enable-hicache"]).cache_mode is CacheMode.HIERARCHICAL
+    assert parse_args(STORAGE).storage_backend == "file"
+
+
+def test_host_memory_by_ratio_or_size() -> None:
+    assert parse_args([]).host_frames(100, 4096) == 0
+    assert parse_args(HIERARCHICAL).host_frames(100, 4096) == 200
+    assert parse_args([*HIERARCHICAL, "--hicache-ratio", "0.5"]).host_frames(100, 4096) == 50
+    assert parse_args([*HIERARCHICAL, "--hicache-size", "1", "--hicache-ratio", "9"]).host_frames(100, 10**6) == 1000
+
+
+def test_extra_config_is_split_between_the_cache_and_the_backend(tmp_path: Path) -> None:
+    config = {"path": "/somewhere", "prefetch_threshold": 64, "prefetch_timeout_base": 0.5}
+    written = tmp_path / "extra.json"
+    written.write_text(json.dumps(config))
+    toml = tmp_path / "extra.toml"
+    toml.write_text('path = "/somewhere"\nprefetch_threshold = 64\nprefetch_timeout_base = 0.5\n')
+    for text in (json.dumps(config), f"@{written}", f"@{toml}"):
+        args = parse_args([*STORAGE, "--hicache-storage-backend-extra-config", text])
+        assert args.storage_config == {"path": "/somewhere"}
+        assert args.cache_options == {"prefetch_threshold_tokens": 64, "prefetch_timeout_base_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "expected a JSON object"),
+        ("[1]", "expected a JSON object, got list"),
+        ("@/nowhere.json", "cannot read /nowhere.json: No such file or directory"),
+        ('{"prefetch_threshold": "x"}', "prefetch_threshold must be a whole number of at least 0, got x"),
+        ('{"prefetch_threshold": 1.5}', "prefetch_threshold must be a whole number of at least 0, got 1.5"),
+        ('{"prefetch_timeout_base": -1}', "prefetch_timeout_base must be a number of at least 0, got -1"),
+        ('{"prefetch_timeout_cap": true}', "prefetch_timeout_cap must be a number of at least 0, got True"),
+    ],
+)
+def test_a_wrong_extra_config_is_named(text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in refused(capsys, *STORAGE, "--hicache-storage-backend-extra-config", text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--radix-eviction-policy", "lfu"], "choose from lru"),
+        (["--hicache-mem-layout", "layer_first"], "choose from page_first"),
+        (["--hicache-write-policy", "maybe"], "choose from write_through, write_through_selective, write_back"),
+        (["--hicache-storage-prefetch-policy", "x"], "choose from best_effort, timeout, wait_complete"),
+        (["--hicache-storage-backend", "mooncake"], "choose from file, memory"),
+        (["--dtype", "float8"], "choose from auto, float32, bfloat16"),
+        (["--kv-cache-dtype", "fp8_e5m2"], "choose from auto, float32, bfloat16"),
+        (["--schedule-policy", "lpm"], "choose from fcfs"),
+        (["--enable-hierarchical-cache", "--disable-radix-cache"], "exclude each other"),
+        (["--hicache-storage-backend", "file"], "needs --enable-hierarchical-cache"),
+        (["--hicache-storage-backend-extra-config", "{}"], "needs --hicache-storage-backend"),
+        (["--page-size", "0"], "must be at least 1, got 0"),
+        (["--page-size", "x"], "must be a whole number, got x"),
+        (["--max-total-tokens", "10", "--page-size", "16"], "less than one page of 16 tokens"),
+        (["--chunked-prefill-size", "0"], "must be at least 1, or -1 for no chunking, got 0"),
+        (["--hicache-ratio", "0"], "must be more than 0"),
+        (["--hicache-size", "nan"], "must be a number of at least 0, got nan"),
+        (["--port", "70000"], "must be in [0, 65535], got 70000"),
+        (["--enable-hierarchical-cach"], "did you mean --enable-hierarchical-cache?"),
+        (["--hicache-write-polic=write_back"], "did you mean --hicache-write-policy?"),
+        (["--nothing-like-it-at-all"], "unrecognized argument --nothing-like-it-at-all"),
+    ],
+)
+def test_a_wrong_flag_is_answered_with_what_is_valid(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refused(capsys, *argv)
+
+
+def test_the_effective_values_can_be_written_as_json() -> None:
+    assert json.loads(json.dumps(parse_args(STORAGE).as_json()))["page_size"] == 64
