@@ -17,6 +17,7 @@ arrays of the wrong shape or dtype ValueError or TypeError, before anything is d
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import NamedTuple
 
@@ -107,8 +108,19 @@ class Region:
         control group allows) is not there after `reserve_bytes` (default: 5 % of the machine, at most 2 GiB),
         ValueError or TypeError for impossible sizes, OSError from the kernel.
         """
-        huge_page_bytes = _affordable_pages(num_frames, frame_bytes, reserve_bytes) if touch_threads > 0 else 0
-        return cls(_core.Region.create(num_frames, frame_bytes, touch_threads, huge_page_bytes))
+        stride_bytes = -(-frame_bytes // _SMALL_PAGE_BYTES) * _SMALL_PAGE_BYTES
+        data_bytes, directory_bytes = num_frames * stride_bytes, (num_frames + 64) * _RECORD_BYTES
+        if touch_threads == 0:
+            return cls(_core.Region.create(num_frames, frame_bytes, touch_threads, 0))
+        if data_bytes + _HUGE_PAGE_BYTES <= free_huge_page_bytes(_HUGE_PAGE_BYTES):
+            _refuse_too_large(directory_bytes, reserve_bytes)
+            try:
+                return cls(_core.Region.create(num_frames, frame_bytes, touch_threads, _HUGE_PAGE_BYTES))
+            except OSError as error:
+                if error.errno != errno.ENOMEM:  # else somebody took them meanwhile; `page_bytes` tells
+                    raise
+        _refuse_too_large(data_bytes + directory_bytes, reserve_bytes)
+        return cls(_core.Region.create(num_frames, frame_bytes, touch_threads, 0))
 
     @classmethod
     def open(cls, data_fd: int, directory_fd: int) -> Region:
@@ -231,18 +243,11 @@ def copy_frames(
     return _core.copy_open_frames(source_core, source_frames, generations, target_core, target_frames, keys, depths)
 
 
-def _affordable_pages(num_frames: int, frame_bytes: int, reserve_bytes: int | None) -> int:
-    """Size of the huge pages to use, 0 for none. Raises RegionTooLarge."""
-    stride_bytes = -(-frame_bytes // _SMALL_PAGE_BYTES) * _SMALL_PAGE_BYTES
-    directory_bytes = num_frames * _RECORD_BYTES + 2 * _SMALL_PAGE_BYTES
-    data_bytes = num_frames * stride_bytes
-    has_huge_pages = free_huge_page_bytes(_HUGE_PAGE_BYTES) >= data_bytes + _HUGE_PAGE_BYTES
-    need_bytes = directory_bytes + (0 if has_huge_pages else data_bytes)
+def _refuse_too_large(need_bytes: int, reserve_bytes: int | None) -> None:
     memory = available_memory()
     reserve = memory.reserve_bytes if reserve_bytes is None else reserve_bytes
     if need_bytes > memory.have_bytes - reserve:
         raise RegionTooLarge(need_bytes, memory.have_bytes, reserve, memory.source)
-    return _HUGE_PAGE_BYTES if has_huge_pages else 0
 
 
 def _gib(num_bytes: int) -> str:

@@ -172,6 +172,13 @@ def test_too_large_says_need_have_reserve() -> None:
     assert caught.value.reserve_bytes == 1 << 60
 
 
+def test_huge_pages_that_are_gone_again_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_some = regions.free_huge_page_bytes(2 << 20) >= 4 << 20
+    monkeypatch.setattr(regions, "free_huge_page_bytes", lambda page_bytes: 1 << 40)
+    region = Region.create(4, 4096)
+    assert region.page_bytes == (2 << 20 if has_some else 4096)
+
+
 # --- the protocol, one call at a time
 
 
