@@ -40,6 +40,7 @@ __all__ = [
     "Segments",
     "StorageBackend",
     "Usage",
+    "check_batch",
     "outcomes",
 ]
 
@@ -99,6 +100,12 @@ class Segments:
         np.cumsum(counts, out=offsets[1:])
         ranges = np.repeat(self.offsets[:-1][which] - offsets[:-1], counts) + np.arange(offsets[-1])
         return Segments(self.addresses[ranges], self.lengths[ranges], offsets, self.owner)
+
+
+def check_batch(ids: ObjectIds, segments: Segments) -> None:
+    """Raises ValueError unless there are segments for each id."""
+    if len(segments) != len(ids):
+        raise ValueError(f"got segments of {len(segments)} objects for {len(ids)} ids")
 
 
 @dataclass(frozen=True)

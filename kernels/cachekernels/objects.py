@@ -116,12 +116,15 @@ class ObjectIndex:
         self._native.settle(reservation._native, removal)
 
     def commit(self, reservation: Reservation, stored: Bools) -> None:
-        """End a reservation: granted objects are in the index now where `stored`, else their room is given back."""
+        """End a reservation: granted objects are in the index now where `stored`, else their room is given back.
+
+        Only the first commit of a reservation counts, so that a `finally` may commit nothing.
+        """
         self._native.commit(reservation._native, stored.view(np.uint8))
 
-    def adopt(self, ids: ObjectIds, num_bytes: U64, which: Bools, *, counted: bool) -> None:
-        """Add objects found on the medium. counted: their bytes are in no total yet."""
-        self._native.adopt(ids, num_bytes, which.view(np.uint8), counted)
+    def adopt(self, ids: ObjectIds, num_bytes: U64, which: Bools) -> None:
+        """Add objects found on the medium; whoever put them has counted them."""
+        self._native.adopt(ids, num_bytes, which.view(np.uint8))
 
     def moment(self) -> int:
         """For `forget` and `set_aside`: they leave alone what another thread added after this moment."""

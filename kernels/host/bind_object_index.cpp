@@ -1,7 +1,7 @@
 // ObjectIndex and HeapObjects for Python; cachekernels.objects is their typed face.
 #include <nanobind/stl/tuple.h>
 
-#include <memory>
+#include <utility>
 
 #include "bind_objects.hpp"
 #include "bindings.hpp"
@@ -24,24 +24,25 @@ struct Reservation {
     std::vector<uint64_t> bytes;
     std::vector<uint8_t> admission;
     ObjectIndex::Plan plan;
+    bool is_committed = false;
 };
 
 Reservation reserve(ObjectIndex& index, const Input<uint8_t>& id_rows, const Input<uint64_t>& byte_counts) {
     const Ids ids(id_rows);
     const auto bytes = input_1d(byte_counts, "bytes", ids.count);
-    Reservation made{{ids.data, ids.data + ids.count}, {bytes.begin(), bytes.end()}, {}, {}};
+    Reservation made{{ids.data, ids.data + ids.count}, {bytes.begin(), bytes.end()}, {}, {}, false};
     made.admission.resize(ids.count);
     nb::gil_scoped_release unlocked;
     made.plan = index.reserve(made.ids.data(), made.bytes.data(), ids.count, made.admission.data());
     return made;
 }
 
-Reservation overflow(ObjectIndex& index) { return {{}, {}, {}, index.overflow()}; }
+Reservation overflow(ObjectIndex& index) { return {{}, {}, {}, index.overflow(), false}; }
 
 Reservation withdraw(ObjectIndex& index, const Input<uint8_t>& id_rows) {
     const Ids ids(id_rows);
     nb::gil_scoped_release unlocked;
-    return {{}, {}, {}, index.withdraw(ids.data, ids.count)};
+    return {{}, {}, {}, index.withdraw(ids.data, ids.count), false};
 }
 
 void settle(ObjectIndex& index, Reservation& made, const Flags& removal) {
@@ -52,6 +53,7 @@ void settle(ObjectIndex& index, Reservation& made, const Flags& removal) {
 
 void commit(ObjectIndex& index, Reservation& made, const Flags& stored_flags) {
     const auto stored = input_1d(stored_flags, "stored", made.ids.size());
+    if (std::exchange(made.is_committed, true)) return;
     nb::gil_scoped_release unlocked;
     index.commit(made.ids.data(), made.bytes.data(), made.admission.data(), stored.data(), made.ids.size());
 }
@@ -71,13 +73,12 @@ void touch(ObjectIndex& index, const Input<uint8_t>& id_rows, const Flags& flags
     index.touch(ids.data, which.data(), ids.count);
 }
 
-void adopt(ObjectIndex& index, const Input<uint8_t>& id_rows, const Input<uint64_t>& byte_counts, const Flags& flags,
-           bool counted) {
+void adopt(ObjectIndex& index, const Input<uint8_t>& id_rows, const Input<uint64_t>& byte_counts, const Flags& flags) {
     const Ids ids(id_rows);
     const auto bytes = input_1d(byte_counts, "bytes", ids.count);
     const auto which = input_1d(flags, "which", ids.count);
     nb::gil_scoped_release unlocked;
-    index.adopt(ids.data, bytes.data(), which.data(), ids.count, counted);
+    index.adopt(ids.data, bytes.data(), which.data(), ids.count);
 }
 
 void forget(ObjectIndex& index, const Input<uint8_t>& id_rows, const Flags& flags, bool counted, uint64_t as_of) {
@@ -143,7 +144,7 @@ void bind_index(nb::module_& m) {
         .def("withdraw", &withdraw, "ids"_a)
         .def("settle", &settle, "reservation"_a, "removal"_a)
         .def("commit", &commit, "reservation"_a, "stored"_a)
-        .def("adopt", &adopt, "ids"_a, "bytes"_a, "which"_a, "counted"_a)
+        .def("adopt", &adopt, "ids"_a, "bytes"_a, "which"_a)
         .def("forget", &forget, "ids"_a, "which"_a, "counted"_a, "as_of"_a)
         .def("set_aside", &set_aside, "ids"_a, "which"_a, "as_of"_a)
         .def("moment", &ObjectIndex::moment)

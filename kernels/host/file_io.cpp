@@ -209,7 +209,7 @@ int FileIo::set_aside_one(const ObjectId& id, const Segments::Object& object) {
     if (file < 0) return errno;
     if (!starts_with(file, object)) return different;
     int error = rename_new(directory_, path.c_str(), target.c_str());
-    if (error == ENOENT && mkdirat(directory_, set_aside_name, 0700) == 0)
+    if (error == ENOENT && (mkdirat(directory_, set_aside_name, 0700) == 0 || errno == EEXIST))
         error = rename_new(directory_, path.c_str(), target.c_str());
     if (error == EEXIST) return unlinkat(directory_, path.c_str(), 0) == 0 ? kept_earlier : errno;
     if (error) return error;

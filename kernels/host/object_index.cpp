@@ -272,20 +272,18 @@ void ObjectIndex::commit(const ObjectId* ids, const uint64_t* bytes, const uint8
     for (size_t i = count; i-- > 0;) {
         if (admission[i] != granted) continue;
         reserved_ -= bytes[i];
-        if (stored[i] && find(ids[i]) == none) link_newest(insert(ids[i], bytes[i]));
-        else sub_total(bytes[i]);
+        // A stored one that is known already was met by a reader between its publication and now (adopt).
+        if (!stored[i]) sub_total(bytes[i]);
+        else if (find(ids[i]) == none) link_newest(insert(ids[i], bytes[i]));
     }
 }
 
 // ---- what the medium says ----
 
-void ObjectIndex::adopt(const ObjectId* ids, const uint64_t* bytes, const uint8_t* which, size_t count, bool counted) {
+void ObjectIndex::adopt(const ObjectId* ids, const uint64_t* bytes, const uint8_t* which, size_t count) {
     std::lock_guard lock(mutex_);
-    for (size_t i = count; i-- > 0;) {
-        if (!which[i] || find(ids[i]) != none) continue;
-        link_newest(insert(ids[i], bytes[i]));
-        if (counted) add_total(bytes[i]);
-    }
+    for (size_t i = count; i-- > 0;)
+        if (which[i] && find(ids[i]) == none) link_newest(insert(ids[i], bytes[i]));
 }
 
 uint64_t ObjectIndex::moment() const {

@@ -65,8 +65,8 @@ class ObjectIndex {
     // Takes the known ones among these out of the index, for deletion; settle it as well.
     Plan withdraw(const ObjectId* ids, size_t count);
 
-    // Objects found on the medium that the index did not know. counted: their bytes are in no total yet.
-    void adopt(const ObjectId* ids, const uint64_t* bytes, const uint8_t* which, size_t count, bool counted);
+    // Objects found on the medium that the index did not know; whoever put them has counted them.
+    void adopt(const ObjectId* ids, const uint64_t* bytes, const uint8_t* which, size_t count);
     // The next two act on what the index knew at a moment: an object that another thread added since is left alone.
     uint64_t moment() const;
     // Objects that turned out to be gone. counted: their bytes leave the total.

@@ -12,6 +12,7 @@ import errno
 import logging
 import mmap
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -29,6 +30,7 @@ from storage_backends.base import (
     Segments,
     StorageBackend,
     Usage,
+    check_batch,
     outcomes,
 )
 from storage_backends.codes import ADMISSION_OUTCOMES, ERRNO_OUTCOMES
@@ -65,6 +67,8 @@ class FileBackend(StorageBackend):
     def __init__(self, config: FileConfig, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._clock_ns = clock_ns
         self._calls = InFlight("file")
+        # Held from a rename to its entry in the index and over a deletion: whoever deletes finds both or neither.
+        self._naming = threading.Lock()
         directory_fd = _open_directory(config)
         try:
             self.is_direct = _choose_direct(config, directory_fd)
@@ -105,27 +109,31 @@ class FileBackend(StorageBackend):
 
     def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
         with self._calls.call():
+            check_batch(ids, segments)
             lengths = segments.object_lengths()
             _check_lengths(lengths)
             if not self._index.is_complete:
                 known = self._index.objects.contains(ids)
                 return np.where(known, Outcome.EXISTS, Outcome.THROTTLED).astype(np.uint8)
             reservation = self._index.objects.reserve(ids, lengths.astype(np.uint64))
-            stored = np.zeros(len(ids), dtype=np.bool_)
             try:
                 self._index.remove_victims(reservation)
                 result = ADMISSION_OUTCOMES[reservation.admission()]
-                if (result == Outcome.OK).any():
-                    self._write(ids, segments, result, guard)
-                stored = result == Outcome.OK
+                numbers = self._write(ids, segments, result, guard)
+                with self._naming:
+                    self._publish(ids, numbers, result)
+                    self._index.objects.commit(reservation, result == Outcome.OK)
             finally:
-                self._index.objects.commit(reservation, stored)
+                self._index.objects.commit(reservation, np.zeros(len(ids), dtype=np.bool_))
+            self._index.adopt(ids, lengths, result == Outcome.EXISTS)
             return result
 
-    def _write(self, ids: ObjectIds, segments: Segments, result: Outcomes, guard: Guard | None) -> None:
-        """Write and publish the objects whose result is OK; the results of those that fail change."""
-        arguments = (segments.addresses, segments.lengths, segments.offsets)
+    def _write(self, ids: ObjectIds, segments: Segments, result: Outcomes, guard: Guard | None) -> NDArray[np.uint64]:
+        """Write temporary files for results that are OK, and ask the guard; what fails changes its result."""
         wanted = result == Outcome.OK
+        if not wanted.any():
+            return np.zeros(len(ids), dtype=np.uint64)
+        arguments = (segments.addresses, segments.lengths, segments.offsets)
         numbers, errors = self._files.write(ids, *arguments, wanted, self._clock_ns())
         written = errors == 0
         result[wanted & ~written] = _put_outcomes(errors)[wanted & ~written]
@@ -137,12 +145,16 @@ class FileBackend(StorageBackend):
             if (written & ~kept).any():
                 self._files.discard(ids, numbers, written & ~kept)
         result[written & ~kept] = Outcome.CHANGED
+        return numbers
+
+    def _publish(self, ids: ObjectIds, numbers: NDArray[np.uint64], result: Outcomes) -> None:
+        """Name the temporary files of results that are OK; what fails changes its result."""
+        kept = result == Outcome.OK
         if kept.any():
             result[kept] = _put_outcomes(self._files.publish(ids, numbers, kept))[kept]
-            self._index.adopt(ids, segments.object_lengths(), kept & (result == Outcome.EXISTS))
 
     def delete(self, ids: ObjectIds) -> Outcomes:
-        with self._calls.call():
+        with self._calls.call(), self._naming:
             result = outcomes(len(ids), Outcome.OK)
             unknown = np.flatnonzero(~self._index.objects.contains(ids))
             self._index.remove_victims(self._index.objects.withdraw(ids))

@@ -62,9 +62,13 @@ class FileIndex:
         return self._is_complete
 
     def adopt(self, ids: ObjectIds, lengths: NDArray[np.int64], which: NDArray[np.bool_]) -> None:
-        """Take in objects met on the medium. While the scan runs they are left to it."""
-        if self._is_complete and which.any():
-            self.objects.adopt(ids, lengths.astype(np.uint64), which, counted=self.counts_found)
+        """Take in objects met on the medium that other processes put, and counted.
+
+        Alone, an unknown object is one that this process is just putting or removing, and adopting it would count it
+        twice; while the scan runs they are left to the scan.
+        """
+        if self._is_complete and not self._writers.is_alone() and which.any():
+            self.objects.adopt(ids, lengths.astype(np.uint64), which)
 
     def forget(self, ids: ObjectIds, which: NDArray[np.bool_], as_of: int) -> None:
         """Give up objects that are not on the medium although the index said so."""

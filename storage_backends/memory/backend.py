@@ -19,6 +19,7 @@ from storage_backends.base import (
     Segments,
     StorageBackend,
     Usage,
+    check_batch,
 )
 from storage_backends.codes import ADMISSION_OUTCOMES, lookup_table
 from storage_backends.errors import StorageClosed
@@ -77,6 +78,7 @@ class MemoryBackend(StorageBackend):
 
     def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
         self._check_open()
+        check_batch(ids, segments)
         reservation = self._index.reserve(ids, segments.object_lengths().astype(np.uint64))
         stored = np.zeros(len(ids), dtype=np.bool_)
         try:
@@ -99,7 +101,7 @@ class MemoryBackend(StorageBackend):
         self._check_open()
         known = self._index.contains(ids)
         self._remove_victims(self._index.withdraw(ids))
-        return np.where(known, Outcome.OK, Outcome.MISS).astype(np.uint8)
+        return np.where(known | self._objects.remove(ids), Outcome.OK, Outcome.MISS).astype(np.uint8)
 
     def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
         self._check_open()

@@ -1,0 +1,59 @@
+"""A layer that changes nothing, for layers to differ from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_backends.base import (
+    Capabilities,
+    Guard,
+    ObjectIds,
+    Outcomes,
+    ScanBatch,
+    Segments,
+    StorageBackend,
+    Usage,
+)
+
+
+class PassingLayer(StorageBackend):
+    """Hands every call to `inner`, which it owns: closing the layer closes it."""
+
+    def __init__(self, inner: StorageBackend) -> None:
+        self.inner = inner
+
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities()
+
+    def contains(self, ids: ObjectIds) -> Outcomes:
+        return self.inner.contains(ids)
+
+    def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
+        return self.inner.get_into(ids, segments)
+
+    def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
+        return self.inner.put_from(ids, segments, guard)
+
+    def delete(self, ids: ObjectIds) -> Outcomes:
+        return self.inner.delete(ids)
+
+    def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
+        return self.inner.sizes(ids)
+
+    def set_aside(self, ids: ObjectIds, seen: Segments) -> Outcomes:
+        return self.inner.set_aside(ids, seen)
+
+    def scan(self) -> Iterator[ScanBatch]:
+        return self.inner.scan()
+
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        return self.inner.wait_ready(timeout_s)
+
+    def usage(self) -> Usage:
+        return self.inner.usage()
+
+    def close(self) -> None:
+        self.inner.close()
