@@ -43,6 +43,7 @@ DeviceEvictionResult RadixTree::evict_device(size_t num_pages) {
     DeviceEvictionResult result;
     std::vector<Node*> leaving;
     size_t found = 0;
+    result.pages.reserve(std::min(num_pages, evictable_[device_tier]));
     while (found < num_pages) {
         Node* victim = device_queue_.pop([this](const Node& node) { return may_leave_device(node); });
         if (!victim) break;
@@ -125,6 +126,7 @@ std::vector<int32_t> RadixTree::drop_host(Node* top) {
 
 HostEvictionResult RadixTree::evict_host(size_t num_frames) {
     HostEvictionResult result;
+    result.frames.reserve(std::min(num_frames, evictable_[host_tier]));
     while (result.frames.size() < num_frames) {
         Node* victim = reclaim_queue_.pop([this](const Node& node) { return may_reclaim(node); });
         if (!victim) victim = host_queue_.pop([this](const Node& node) { return may_leave_host(node); });

@@ -88,7 +88,8 @@ Node* ChildTable::find(const Node* parent, const uint32_t* page) const {
 
 void ChildTable::insert(Node* child) {
     if (2 * ++used_ > entries_.size()) grow();
-    const Entry entry{hash_of(child->parent, child->tokens.data()), child};
+    child->place = hash_of(child->parent, child->tokens.data());
+    const Entry entry{child->place, child};
     const size_t mask = entries_.size() - 1;
     size_t at = entry.hash & mask;
     while (entries_[at].child) at = (at + 1) & mask;
@@ -97,7 +98,7 @@ void ChildTable::insert(Node* child) {
 
 size_t ChildTable::index_of(const Node* child) const {
     const size_t mask = entries_.size() - 1;
-    size_t at = hash_of(child->parent, child->tokens.data()) & mask;
+    size_t at = child->place & mask;
     while (entries_[at].child != child) at = (at + 1) & mask;
     return at;
 }
@@ -116,7 +117,10 @@ void ChildTable::erase(const Node* child) {
     used_ -= 1;
 }
 
-void ChildTable::replace(const Node* old, Node* child) { entries_[index_of(old)].child = child; }
+void ChildTable::replace(const Node* old, Node* child) {
+    entries_[index_of(old)].child = child;
+    child->place = old->place;
+}
 
 void ChildTable::grow() {
     std::vector<Entry> old(entries_.size() * 2);

@@ -26,7 +26,8 @@ struct Node {
     Node* prev = nullptr;
     const Scope* scope = nullptr;  // scope roots only
     uint64_t last_use = 0;
-    uint64_t mark = 0;  // scratch of one call: equal to that call's number, or meaningless
+    uint64_t place = 0;  // hash of parent and first page: where the child table has the node
+    uint64_t mark = 0;   // scratch of one call: equal to that call's number, or meaningless
     OpId write_op = 0;
     OpId load_op = 0;
     uint32_t slot = 0;
@@ -71,7 +72,7 @@ class ChildTable {
 
   private:
     struct Entry {
-        uint64_t hash = 0;
+        uint64_t hash = 0;  // child->place, so that a probe that misses does not touch the child
         Node* child = nullptr;
     };
     uint64_t hash_of(const Node* parent, const uint32_t* page) const;
