@@ -78,7 +78,7 @@ def open_model(path: str = DEFAULT_MODEL) -> ModelSource:
     if path.startswith("random:"):
         return _random(path)
     if path in PACKAGED:
-        return _gguf(_packaged_file(path), name=path)
+        return _gguf(packaged_file(path), name=path)
     place = Path(path).expanduser()
     if place.is_dir():
         return _folder(place)
@@ -118,7 +118,8 @@ def _random(path: str) -> ModelSource:
     return ModelSource(path, TINY, byte_tokenizer(), lambda: random_weights(TINY, int(seed)))
 
 
-def _packaged_file(name: str) -> Path:
+def packaged_file(name: str) -> Path:
+    """The GGUF file of an installed model package. Raises ModelNotFound with the command that installs it."""
     package, requirement = PACKAGED[name]
     spec = importlib.util.find_spec(package)  # finds without importing: the package itself needs more than its weights
     folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]

@@ -61,7 +61,7 @@ class Sampler:
 
 def _uniform(seed: tuple[int, int], step: int) -> float:
     """The number in [0, 1) of a seed and a step: a counter-based generator has no past."""
-    key = [part & 0xFFFFFFFFFFFFFFFF for part in seed]
+    key = np.array([part & 0xFFFFFFFFFFFFFFFF for part in seed], np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key, counter=step)).random())
 
 

@@ -113,7 +113,11 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         )
     tokens = [str(token) for token in fields.array("tokenizer.ggml.tokens")]
     merges = [_pair(str(merge)) for merge in fields.array("tokenizer.ggml.merges")]
-    fast = FastTokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    vocab = {token: index for index, token in enumerate(tokens)}
+    for left, right in merges:  # the library panics
+        if left + right not in vocab or left not in vocab or right not in vocab:
+            raise ValueError(f"{file.path}: the merge of {left!r} and {right!r} names no token")
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
     fast.pre_tokenizer = split[splitter]()
     fast.decoder = decoders.ByteLevel()
     kinds = fields.array("tokenizer.ggml.token_type")

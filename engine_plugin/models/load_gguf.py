@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine_plugin.models.gguf_file import GgufFile, GgufTensor, Value
-from engine_plugin.models.llama import LayerWeights, LlamaConfig, LlamaWeights
-
-DIGEST_SAMPLE_BYTES = 4096
+from engine_plugin.models.llama import LayerWeights, LlamaConfig, LlamaWeights, weights_digest
 
 T = TypeVar("T", int, float, str)
 
@@ -61,7 +60,7 @@ def read_weights(file: GgufFile, config: LlamaConfig, *, num_threads: int) -> Ll
         layers=layers,
         final_norm=_tensor(file, "output_norm.weight", (config.hidden_size,)),
         head=head,
-        digest=_digest(file, config),
+        digest=weights_digest(config, _stored(file)),
     )
 
 
@@ -129,11 +128,7 @@ def _halves_from_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     return weight.view(num_heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _digest(file: GgufFile, config: LlamaConfig) -> bytes:
-    """Of the configuration and the first 4 KiB of every tensor as stored."""
-    digest = hashlib.sha256(config.digest())
+def _stored(file: GgufFile) -> Iterator[tuple[str, NDArray[np.uint8]]]:
     for name, tensor in sorted(file.tensors.items()):
-        digest.update(f"{name} {tensor.shape} {tensor.kind}\n".encode())
         num_bytes = _row_bytes(tensor) * (tensor.num_elements // tensor.shape[-1])
-        digest.update(file.data(name, min(DIGEST_SAMPLE_BYTES, num_bytes)).tobytes())
-    return digest.digest()
+        yield f"{name} {tensor.shape} {tensor.kind}", file.data(name, num_bytes)

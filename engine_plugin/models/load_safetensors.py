@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from engine_plugin.models.llama import LayerWeights, LlamaConfig, LlamaWeights
-
-DIGEST_SAMPLE_BYTES = 4096
+from engine_plugin.models.llama import LayerWeights, LlamaConfig, LlamaWeights, weights_digest
 
 NOT_COMPUTED: dict[str, tuple[object, ...]] = {
     "model_type": ("llama",),
@@ -78,13 +75,14 @@ def read_weights(folder: Path, config: LlamaConfig) -> LlamaWeights:
 
 
 def tensors_digest(config: LlamaConfig, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Of the configuration and the first 4 KiB of every tensor."""
-    digest = hashlib.sha256(config.digest())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        sample = tensor.flatten()[: DIGEST_SAMPLE_BYTES // tensor.itemsize].contiguous()
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.digest()
+    """`weights_digest` of named tensors."""
+    return weights_digest(
+        config,
+        (
+            (f"{name} {tuple(tensor.shape)} {tensor.dtype}", tensor.contiguous().flatten().view(torch.uint8).numpy())
+            for name, tensor in sorted(tensors.items())
+        ),
+    )
 
 
 class _Tensors:

@@ -2,6 +2,8 @@
 
 NB_MODULE(_core, m) {
     using namespace cachesvc;
+    // A model or a tree that lives until the process ends is no leak worth a page of warnings.
+    nanobind::set_leak_warnings(false);
     m.doc() = "Native core of cachesvc; use the typed faces in cachekernels.*";
     bind_radix_tree(m);
     bind_page_keys(m);

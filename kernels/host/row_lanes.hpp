@@ -235,7 +235,8 @@ inline float maximum(Lanes x) {
     return across(x, [](float a, float b) { return a > b ? a : b; });
 }
 
-// e^x to about one unit in the last place; exactly 0 below -87 (where float32 would leave its normal range).
+// e^x to about one unit in the last place; exactly 0 below -87 (where float32 would leave its
+// normal range), e^88 above 88.
 inline Lanes exponential(Lanes x) {
     const Lanes clamped = smaller(larger(x, all(-87.0f)), all(88.0f));
     const Lanes whole = nearest(clamped * all(1.44269504088896341f));

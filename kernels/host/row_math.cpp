@@ -35,6 +35,11 @@ const RowKernels& choose(std::string_view instructions) {
                                 " on this machine, got " + std::string(instructions));
 }
 
+size_t checked_threads(size_t num_threads) {
+    if (num_threads < 1) throw std::invalid_argument("num_threads: expected at least 1, the caller's own");
+    return num_threads;
+}
+
 float* allocate_floats(size_t count) {
     const size_t bytes = divide_up(std::max<size_t>(count, 1) * sizeof(float), 64) * 64;
     const bool is_large = bytes >= huge_page_bytes;  // a decode step reads every weight once: misses of the TLB show
@@ -75,7 +80,7 @@ std::string_view supported_row_instructions() {
 }
 
 RowMath::RowMath(size_t num_threads, std::string_view instructions)
-    : kernels_(choose(instructions)), threads_(num_threads) {}
+    : kernels_(choose(instructions)), threads_(checked_threads(num_threads)) {}
 
 template <class Piece>
 void RowMath::in_row_blocks(size_t rows, size_t floats_per_row, Piece&& piece) {
@@ -84,6 +89,7 @@ void RowMath::in_row_blocks(size_t rows, size_t floats_per_row, Piece&& piece) {
 }
 
 void RowMath::linear(const float* x, size_t rows, const PackedMatrix& weight, float* y, bool accumulate) {
+    if (rows == 0) return;
     const LinearArgs args{x, weight.panels(), y, weight.k(), weight.n(), accumulate};
     const size_t row_block = std::min<size_t>(rows, 96);
     const size_t products_per_panel = row_block * weight.k() * weight.panel_columns();
