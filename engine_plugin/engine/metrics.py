@@ -1,8 +1,8 @@
 """What the engine counts, under SGLang's metric names, and the text that Prometheus reads.
 
-DESIGN. Request metrics are counted where answers leave (the HTTP side), queue sizes are asked for when somebody looks,
-and the counters of engine and cache come as a snapshot that the engine's thread publishes, so that a scrape never waits for a
-forward. Every label value exists from the start.
+DESIGN. Request metrics are counted where answers leave (the HTTP side), queue sizes are asked for when somebody
+looks, and the counters of engine and cache come as a snapshot that the engine's thread publishes, so that a scrape
+never waits for a forward. Every label value exists from the start.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 DESIGN. One thread owns a scheduler and calls it; nothing here waits for I/O, reads a socket or knows what a tier is.
 A request is in one of two places: `waiting` (its handle open, no slots) or `running` (admitted). A step computes one
 token of every running request whose prompt is done, and prompt chunks up to a budget. The order is arrival order; only
-a request whose prefix is still being fetched is passed over, and only until it is ready. When slots run out the
-youngest running request gives its back and waits again at its place in the order; the oldest always goes on, so
-everything ends.
+a request whose prefix is still being fetched is passed over, and only until it is ready. When slots run out for
+a request, the youngest running one gives its back and waits again at its place in the order; the oldest always goes
+on, so everything ends.
 """
 
 from __future__ import annotations
@@ -147,14 +147,12 @@ class Scheduler:
     # ---- planning
 
     def _plan(self) -> list[Chunk]:
-        retractions = self.counts.retractions
         chunks = self._plan_decodes()
         budget = self.limits.chunk_tokens
         for request in self.running:
             if request.is_prefilling:
                 budget = self._plan_chunk(request, budget, chunks)
-        if self.counts.retractions == retractions:  # what was given back is for those that run
-            self._admit(budget, chunks)
+        self._admit(budget, chunks)
         return chunks
 
     def _plan_decodes(self) -> list[Chunk]:
@@ -167,16 +165,12 @@ class Scheduler:
         return chunks
 
     def _hold(self, request: Request, handle: CacheHandle) -> bool:
-        """Slots for the newest token, sending younger requests back for it. False: it cannot go on in this step."""
+        """Slots for the newest token, sending younger requests back for it. False: it has to wait with what it has."""
         while not self.cache.extend(handle, request.num_tokens):
             youngest = self.running[-1]
-            if youngest is not request:
-                self._retract(youngest)
-            elif len(self.running) > 1:
-                self._retract(request)
+            if youngest is request:  # an older one will end, or transfers in flight will, and give pages back
                 return False
-            else:  # alone: pages come back when transfers in flight end
-                return False
+            self._retract(youngest)
         return True
 
     def _plan_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
@@ -209,8 +203,7 @@ class Scheduler:
             budget = self._plan_chunk(request, budget, chunks)
 
     def _tokens_to_admit(self, request: Request) -> int:
-        reserve = min(request.num_remaining_tokens, self.limits.reserve_tokens)
-        return min(request.num_tokens + reserve, self.limits.pool_tokens)
+        return request.num_tokens + min(request.num_remaining_tokens, self.limits.reserve_tokens)
 
     def _start(self, request: Request, handle: CacheHandle) -> None:
         self.waiting.remove(request)

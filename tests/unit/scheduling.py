@@ -46,6 +46,7 @@ class ScriptedCache(NoCache):
         self.opened: list[tuple[int, int]] = []  # request id, max_cached_tokens
         self.closed: list[tuple[int, int | None, str]] = []
         self.committed: list[tuple[int, int, bool]] = []
+        self.cached_tokens: dict[int, list[int]] = {}  # request id -> what its next admissions find
         self.is_idle = True
 
     def open(self, request_id: int, prompt: np.ndarray, scope: bytes, *, max_cached_tokens: int) -> CacheHandle:
@@ -54,6 +55,12 @@ class ScriptedCache(NoCache):
 
     def ready(self, handle: CacheHandle) -> bool:
         return handle.request_id not in self.not_ready
+
+    def admit(self, handle: CacheHandle, num_tokens: int) -> bool:
+        admitted = super().admit(handle, num_tokens)
+        if admitted and self.cached_tokens.get(handle.request_id):
+            handle.cached.host = self.cached_tokens[handle.request_id].pop(0)
+        return admitted
 
     def commit(self, handle: CacheHandle, tokens: np.ndarray, *, done_prompt: bool) -> None:
         self.committed.append((handle.request_id, len(tokens), done_prompt))

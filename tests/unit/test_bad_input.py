@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -99,5 +100,24 @@ def test_a_body_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     async def test(server: Server) -> None:
         assert "more than 1000 bytes" in await server.refused(json.dumps({"text": "x" * 1000}).encode())
         await server.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 1})
+
+    run(test)
+
+
+def test_an_endless_body_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(http, "MAX_DISCARDED_BYTES", 2000)
+    num_sent = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        for _ in range(10_000):
+            num_sent += 100
+            yield b"x" * 100
+
+    async def test(server: Server) -> None:
+        response = await server.client.post("/generate", content=body())
+        assert response.status_code == 400
+        assert num_sent < 4000
 
     run(test)

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine_plugin.engine import http
+from engine_plugin.engine.protocol import parse_generate
 from tests.oracles.token_model import VOCAB, expected_output
 from tests.unit.serving import LETTERS, PROMPT, Server, events_of, run, text_of
 
@@ -309,6 +310,21 @@ def test_after_the_engine_stopped_requests_get_503() -> None:
         assert await stopping == 0
         assert "stopped" in await server.refused({"input_ids": PROMPT}, status_code=503)
         assert (await server.client.get("/health")).status_code == 503
+        server.fatal.set()
+
+    run(test)
+
+
+def test_abandoning_after_the_engine_stopped_is_harmless() -> None:
+    async def test(server: Server) -> None:
+        server.model.may_run.clear()
+        tasks = parse_generate({"input_ids": PROMPT}).tasks
+        generations = await server.service.start(tasks)
+        await server.until(server.model.has_begun)
+        server.model.may_run.set()
+        server.engine.stop(1.0)  # on the event loop, so that nothing is dispatched meanwhile
+        http.abandon_all(generations)
+        await generations[0].complete()
         server.fatal.set()
 
     run(test)

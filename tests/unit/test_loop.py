@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -67,6 +68,21 @@ class EventfulCache(NoCache):
         return self.unpersisted
 
 
+class RecordingPoll:
+    """A poll object that tells when the thread goes to sleep, and for how long."""
+
+    def __init__(self, real: select.poll) -> None:
+        self._real = real
+        self.register = real.register
+        self.timeouts: list[float | None] = []
+        self.begun = threading.Event()
+
+    def poll(self, timeout_ms: float | None) -> list[tuple[int, int]]:
+        self.timeouts.append(timeout_ms)
+        self.begun.set()
+        return self._real.poll(timeout_ms)
+
+
 @dataclass
 class Running:
     """A loop on its thread, and what it reported."""
@@ -74,6 +90,7 @@ class Running:
     cache: EventfulCache
     scheduler: Scheduler
     engine: EngineLoop = field(init=False)
+    sleep: RecordingPoll = field(init=False)
     finished: dict[str, Request] = field(default_factory=dict)
     arrived: threading.Condition = field(default_factory=threading.Condition)
     fatal: threading.Event = field(default_factory=threading.Event)
@@ -106,6 +123,8 @@ def running() -> Iterator[Running]:
     made = Running(cache, scheduler)
     engine = EngineLoop(scheduler, clock=time.monotonic, deliver=made.deliver, on_fatal=made.fatal.set)
     made.engine = engine
+    made.sleep = RecordingPoll(engine._poll)
+    engine._poll = made.sleep  # type: ignore[assignment]
     engine.start()
     yield made
     if engine.is_alive:
@@ -115,15 +134,6 @@ def running() -> Iterator[Running]:
 def test_requests_are_answered_and_the_thread_then_sleeps_without_a_timeout(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timeouts: list[float | None] = []
-    real = running.engine._poll
-
-    class RecordingPoll:
-        def poll(self, timeout_ms: float | None) -> list[tuple[int, int]]:
-            timeouts.append(timeout_ms)
-            return real.poll(timeout_ms)
-
-    running.engine._poll = RecordingPoll()  # type: ignore[assignment]
     steps: list[bool] = []
     step = running.scheduler.step
     monkeypatch.setattr(running.scheduler, "step", lambda: steps.append(True) or step())
@@ -131,15 +141,16 @@ def test_requests_are_answered_and_the_thread_then_sleeps_without_a_timeout(
     assert running.wait_for("r0").output_ids == expected_output(PROMPT, 3)
     for _ in range(5):
         running.engine.ask(lambda scheduler: None).result(60)
-    assert timeouts
-    assert set(timeouts) == {None}
+    assert running.sleep.timeouts
+    assert set(running.sleep.timeouts) == {None}
     assert len(steps) <= 3 + 2 * 7  # three forwards, and at most two looks for each command
 
 
 def test_an_event_of_the_cache_wakes_it(running: Running) -> None:
     running.cache.is_ready = False
     running.submit(0)
-    running.engine.ask(lambda scheduler: None).result(60)
+    running.engine.ask(lambda scheduler: running.sleep.begun.clear()).result(60)
+    assert running.sleep.begun.wait(60)
     assert not running.finished
     os.eventfd_write(running.cache.event, 1)
     assert running.wait_for("r0").output_ids == expected_output(PROMPT, 3)
@@ -181,6 +192,17 @@ def test_a_failed_step_is_counted_and_the_loop_goes_on(running: Running) -> None
     running.submit(1)
     assert running.wait_for("r1").output_ids == expected_output(PROMPT, 3)
     assert running.engine.num_step_errors == 1
+
+
+def test_failed_steps_between_good_ones_do_not_add_up(running: Running) -> None:
+    for number in range(MAX_STEP_ERRORS_IN_A_ROW + 2):
+        running.cache.fail_polls = 1
+        running.submit(2 * number)
+        running.wait_for(f"r{2 * number}")
+        running.submit(2 * number + 1)
+        running.wait_for(f"r{2 * number + 1}")
+    assert running.engine.num_step_errors == MAX_STEP_ERRORS_IN_A_ROW + 2
+    assert running.engine.is_alive
 
 
 def test_steps_that_keep_failing_end_the_loop(running: Running) -> None:

@@ -107,6 +107,47 @@ def test_the_youngest_is_retracted_and_outputs_stay_the_same() -> None:
     run.assert_empty()
 
 
+def test_a_retracted_request_keeps_its_place_in_the_order() -> None:
+    run, _ = engine(num_pages=8, page_size=2, reserve_tokens=0, max_running=2)
+    run.add(prompt(4, 0), 10)
+    run.add(prompt(4, 1), 6)
+    run.add(prompt(2, 2), 1)  # would fit long before the second one does
+    run.run()
+    assert run.scheduler.counts.retractions > 0
+    assert run.order == ["r0", "r1", "r2"]
+
+
+def test_the_youngest_waits_with_what_it_has_instead_of_retracting_itself() -> None:
+    run, _ = engine(num_pages=5, page_size=2, reserve_tokens=0)
+    run.add(prompt(5, 0), 1)
+    run.add(prompt(4, 1), 4)
+    run.run()
+    assert run.scheduler.counts.retractions == 0
+    assert run.tokens["r1"] == expected_output(prompt(4, 1), 4)
+
+
+def test_a_cached_prefix_that_was_not_used_yet_is_not_offered_as_computed() -> None:
+    run, cache = engine(chunk_tokens=8, page_size=4)
+    cache.cached_tokens = {1: [4]}
+    run.add(prompt(6, 0), 1)
+    run.add(prompt(12, 1), 1)  # admitted, but what is left of the chunk is less than a page
+    run.step()
+    assert [request.num_computed for request in run.scheduler.running] == [4]
+    run.scheduler.abort(lambda request: True, "gone")
+    assert cache.closed[-1] == (1, None, CloseReason.ABORTED)
+
+
+def test_cached_tokens_are_those_of_the_admission_that_led_to_the_first_token() -> None:
+    run, cache = engine(num_pages=7, page_size=2, reserve_tokens=0, chunk_tokens=64)
+    cache.cached_tokens, cache.fail_loads = {1: [2, 1, 3]}, {1: 2}
+    run.add(prompt(4, 0), 8)
+    request = run.add(prompt(4, 1), 6)
+    run.run()
+    assert request.num_load_failures == 1
+    assert request.num_retractions >= 1
+    assert request.cached.host == 1
+
+
 def test_a_reserve_keeps_requests_from_being_admitted_in_order_to_be_retracted() -> None:
     run, _ = engine(num_pages=10, page_size=2, reserve_tokens=32)
     for seed in range(3):
