@@ -1,0 +1,78 @@
+"""The command line: sub-commands from entry points, what follows their name untouched, and a hint where an extra is
+missing."""
+
+import builtins
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from cachesvc import cli
+
+SEEN = []
+
+
+def command(argv):
+    SEEN.append(argv)
+    return 3
+
+
+def entry(name, value):
+    return EntryPoint(name=name, value=value, group=cli.GROUP)
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    SEEN.clear()
+    # importlib import mode does not put test modules into sys.modules under a name an entry point could use
+    monkeypatch.setitem(sys.modules, "some_command", sys.modules[__name__])
+    found = [entry("engine", "some_command:command"), entry("broken", "no_such_module:command")]
+    monkeypatch.setattr(cli, "entry_points", lambda group: found)
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--port=3", "-x", "a", "--", "b"], ["version"]])
+def test_a_command_gets_everything_behind_its_name_and_its_status_is_the_exit_status(arguments):
+    assert cli.main(["engine", *arguments]) == 3
+    assert [arguments] == SEEN
+
+
+@pytest.mark.usefixtures("commands")
+def test_version(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "version", lambda _: "1.2.3")
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out.strip() == "1.2.3"
+
+
+@pytest.mark.usefixtures("commands")
+def test_an_unknown_command_is_an_error(capsys):
+    assert cli.main(["engin"]) == 2
+    assert "engin" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("commands")
+def test_help_lists_the_commands_without_loading_them(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "broken" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("commands")
+def test_a_command_that_cannot_be_imported_names_its_extra(capsys):
+    assert cli.main(["broken"]) == 1
+    error = capsys.readouterr().err
+    assert "no_such_module" in error
+    assert "cachesvc[broken]" in error
+
+
+@pytest.mark.usefixtures("commands")
+def test_without_typer_the_error_names_the_server_extra(capsys, monkeypatch):
+    real_import = builtins.__import__
+
+    def without_typer(name, *args, **kwargs):
+        if name == "typer":
+            raise ImportError("No module named 'typer'")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_typer)
+    assert cli.main(["version"]) == 1
+    assert "cachesvc[server]" in capsys.readouterr().err
