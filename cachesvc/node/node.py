@@ -1,0 +1,308 @@
+"""`Node`: the whole service as a library. The verbs, each a few lines; the rest of the package does the work."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from cachekernels.index import PageIndex
+from numpy.typing import NDArray
+
+from cachesvc.client.base import AttachRefused, AttachRequest, Declined, Lookup, SessionClosed
+from cachesvc.clock import Clock, SystemClock
+from cachesvc.metrics import Registry
+from cachesvc.node.arguments import check_keys, check_pages
+from cachesvc.node.attach import Groups, check_geometry, grant_region
+from cachesvc.node.backup import BackupOp
+from cachesvc.node.counters import NodeCounters
+from cachesvc.node.events import Event
+from cachesvc.node.flights import Flights
+from cachesvc.node.lookup import ProbeOp, num_known
+from cachesvc.node.parts import NodeOptions, Parts
+from cachesvc.node.prefetch import PrefetchOp
+from cachesvc.node.regions import SharedPages
+from cachesvc.node.sessions import Session
+from cachesvc.node.tiers import Tier, TierChain
+from cachesvc.node.workers import ManualPool, ThreadPool
+from cachesvc.outcomes import AttachResult, Decline, OpEnd, Verb
+
+logger = logging.getLogger(__name__)
+
+I32 = NDArray[np.int32]
+U32 = NDArray[np.uint32]
+Keys = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Health:
+    """`is_ready` is False while every worker has been on one slice for too long, or the node is going away."""
+
+    is_ready: bool
+    reasons: tuple[str, ...]
+
+
+class Node:
+    """A node in this process.
+
+    Owns its tiers' backends, regions, index and worker threads, all of which `close` ends. All verbs may come from
+    any thread; those of one session from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier] = (),
+        *,
+        options: NodeOptions | None = None,
+        clock: Clock | None = None,
+        manual: bool = False,
+    ) -> None:
+        """`manual`: no threads; `run_one` does the work. For tests that decide the order of everything."""
+        self.registry = Registry()
+        self.options = options or NodeOptions()
+        self._clock = clock or SystemClock()
+        self._counters = NodeCounters(self.registry, [tier.name for tier in tiers])
+        self._groups = Groups()
+        self._sessions: dict[int, Session] = {}
+        self._ids = itertools.count(1)
+        self._is_closing = False
+        chain = TierChain(tiers, self._counters, self._clock)
+        on_exception = self._counters.worker_exceptions.inc
+        self._manual = ManualPool(self._clock, on_exception) if manual else None
+        self._parts = Parts(
+            state=threading.Condition(),
+            pool=self._manual or ThreadPool(self._clock, on_exception, self.options.num_workers),
+            reads=Flights(),
+            writes=Flights(),
+            pages=SharedPages(PageIndex()),
+            tiers=chain,
+            counters=self._counters,
+            clock=self._clock,
+            options=self.options,
+        )
+        self._add_gauges()
+
+    @property
+    def counters(self) -> NodeCounters:
+        """The node's counters, for whoever counts along."""
+        return self._counters
+
+    def attach(self, request: AttachRequest) -> Session:
+        """Opens a session with a region of its own. Blocks while the region's memory is cleared. AttachRefused: see
+        its message."""
+        try:
+            session = self._attach(request)
+        except AttachRefused as refused:
+            self._counters.attaches.inc(1, refused.result)
+            raise
+        self._counters.attaches.inc(1, AttachResult.ATTACHED if session.is_enabled else AttachResult.OFF)
+        return session
+
+    def publish(self, session: Session, frames: I32) -> None:
+        """The engine wrote these frames, records and generations included. ValueError: not frames of its region."""
+        self._check_open(session)
+        if session.is_enabled and len(frames):
+            session.check_frames(frames)
+            self._counters.published.inc(self._parts.pages.publish(session.slot, frames))
+
+    def lookup(self, session: Session, keys: Keys) -> Lookup:
+        """Leading pages of `keys` that can be had; more may follow as `LookupDone` where a tier has to be asked."""
+        self._check_open(session)
+        check_keys(keys)
+        if not session.is_enabled or not len(keys):
+            return Lookup(0)
+        num_pages = num_known(session, keys)
+        if num_pages == len(keys):
+            return Lookup(num_pages)
+        with self._parts.state:
+            reason = self._why_not(session) if self._parts.tiers.must_probe else None
+            if self._parts.tiers.must_probe and reason is None:
+                probe = ProbeOp(next(self._ids), session, keys.copy(), num_pages)
+                session.ops[probe.op_id] = probe
+                self._parts.pool.submit(probe)
+                return Lookup(num_pages, probe.op_id)
+        if reason is not None:
+            self._counters.declined.inc(1, Verb.LOOKUP, reason)
+        self._counters.lookup_pages.inc(len(keys) - num_pages, "miss")
+        return Lookup(num_pages)
+
+    def prefetch(self, session: Session, keys: Keys, frames: I32, depths: U32) -> int | Declined:
+        """Lends `frames` to the node and starts reading. See `CacheClient.prefetch`."""
+        self._check_open(session)
+        check_pages(keys, frames, depths)
+        with self._parts.state:
+            reason = self._why_not(session)
+            if reason is not None:
+                return self._decline(Verb.PREFETCH, reason)
+            session.lend(frames)
+            op = PrefetchOp(next(self._ids), session, keys.copy(), frames.copy(), depths.copy())
+            session.ops[op.op_id] = op
+            self._parts.pool.submit(op)
+            return op.op_id
+
+    def backup(self, session: Session, keys: Keys, frames: I32, depths: U32) -> int | Declined:
+        """Queues pages to be stored. See `CacheClient.backup`."""
+        self._check_open(session)
+        check_pages(keys, frames, depths)
+        session.check_frames(frames)
+        with self._parts.state:
+            reason = self._why_not_store(session, len(keys))
+            if reason is not None:
+                return self._decline(Verb.BACKUP, reason)
+            op = BackupOp(next(self._ids), session, keys.copy(), frames.copy(), depths.copy())
+            session.ops[op.op_id] = op
+            session.lane.append(op)
+            return op.op_id
+
+    def cancel(self, session: Session, op_id: int) -> None:
+        """Gives up an op of this session; unknown and ended ones are left alone."""
+        self._check_open(session)
+        with self._parts.state:
+            op = session.ops.get(op_id)
+            if op is not None:
+                op.give_up(OpEnd.CANCELLED)
+
+    def poll(self, session: Session) -> list[Event]:
+        """Events since the last call. Never blocks."""
+        self._check_open(session)
+        return session.events.poll()
+
+    def drain(self, session: Session, timeout_s: float) -> int:
+        """Gives up reads, waits for stores until `timeout_s` are over, drops the rest. Returns the ops that had to be
+        given up late."""
+        self._check_open(session)
+        return self._drain(session, self._clock.now() + timeout_s)
+
+    def detach(self, session: Session) -> None:
+        """Ends a session at once. Its region goes when the last slice on it has ended. Idempotent."""
+        with self._parts.state:
+            if session.is_detached:
+                return
+            session.is_detached = session.is_draining = True
+            session.give_up_all(OpEnd.DETACHED)
+            self._groups.leave(session.request)
+            del self._sessions[session.session_id]
+            session.release_if_unused()
+
+    def health(self) -> Health:
+        """From progress, not from threads being alive."""
+        num_stuck = sum(seconds >= self.options.stuck_after_s for seconds in self._parts.pool.busy_seconds())
+        reasons = ["the node is closing"] if self._is_closing else []
+        if num_stuck:
+            reasons.append(f"{num_stuck} of {self._parts.pool.num_workers} workers are stuck on one slice")
+        is_ready = not self._is_closing and num_stuck < self._parts.pool.num_workers
+        return Health(is_ready, tuple(reasons))
+
+    def run_one(self) -> bool:
+        """Only with `manual`: runs the next slice on this thread. False: none may run now."""
+        if self._manual is None:
+            raise RuntimeError("run_one is for nodes made with manual=True")
+        return self._manual.run_one()
+
+    def close(self, timeout_s: float = 10.0) -> int:
+        """Drains all sessions within `timeout_s`, detaches them, ends the workers, closes the tiers. Idempotent.
+
+        Returns how many accepted pages were not stored. A worker stuck in a tier is left behind; the tiers are then
+        closed when it comes back.
+        """
+        with self._parts.state:
+            if self._is_closing:
+                return 0
+            self._is_closing = True
+            sessions = list(self._sessions.values())
+        unsaved_before = self._num_unsaved()
+        deadline_s = self._clock.now() + timeout_s
+        for session in sessions:
+            self._drain(session, deadline_s)
+            self.detach(session)
+        stuck = self._parts.pool.close(deadline_s, self._parts.tiers.close)
+        if stuck:
+            logger.error("%d workers are stuck in a tier and were left behind", stuck)
+        return int(self._num_unsaved() - unsaved_before)
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _attach(self, request: AttachRequest) -> Session:
+        check_geometry(request)
+        with self._parts.state:
+            self._check_attach(request)
+        region, warning = grant_region(request)
+        with self._parts.state:
+            # Once more: the memory took its time, and somebody else may have attached meanwhile.
+            self._check_attach(request)
+            self._groups.join(request)
+            session = Session(next(self._ids), request, self._parts, region, warning)
+            self._sessions[session.session_id] = session
+            return session
+
+    def _check_attach(self, request: AttachRequest) -> None:
+        if self._is_closing:
+            raise AttachRefused("the node is closing", AttachResult.REFUSED_DRAINING)
+        self._groups.check(request)
+
+    def _check_open(self, session: Session) -> None:
+        if session.is_detached:
+            raise SessionClosed(f"session {session.session_id} is detached")
+
+    def _why_not(self, session: Session) -> Decline | None:
+        if not session.is_enabled:
+            return Decline.CACHE_OFF
+        if session.is_draining:
+            return Decline.DRAINING
+        if len(session.ops) >= self.options.max_ops:
+            return Decline.TOO_MANY_OPS
+        return None
+
+    def _why_not_store(self, session: Session, num_pages: int) -> Decline | None:
+        if not self._parts.tiers.can_write:
+            return Decline.NO_TIER
+        limit = self.options.waiting_store_limit(session.region.num_frames)
+        if session.lane.waiting_pages + num_pages > limit:
+            return self._why_not(session) or Decline.QUEUE_FULL
+        return self._why_not(session)
+
+    def _decline(self, verb: Verb, reason: Decline) -> Declined:
+        self._counters.declined.inc(1, verb, reason)
+        return Declined(reason)
+
+    def _drain(self, session: Session, deadline_s: float) -> int:
+        with self._parts.state:
+            session.is_draining = True
+            for op in session.unfinished():
+                if op.verb is not Verb.BACKUP:
+                    op.give_up(OpEnd.DRAINED)
+            self._parts.pool.wait_for(self._parts.state, lambda: not session.unfinished(), deadline_s)
+            left = session.unfinished()
+            session.give_up_all(OpEnd.DRAINED)
+            return len(left)
+
+    def _num_unsaved(self) -> float:
+        return sum(sample.value for sample in self._counters.unsaved_pages.samples())
+
+    def _add_gauges(self) -> None:
+        add, add_labelled, parts = self.registry.gauge, self.registry.gauges, self._parts
+        add("cachesvc_sessions", "Attached sessions", lambda: len(self._sessions))
+        add("cachesvc_index_keys", "Pages in the index", lambda: parts.pages.counts()[0])
+        add("cachesvc_index_bytes", "Memory of the index", lambda: parts.pages.counts()[1])
+        add_labelled("cachesvc_frames", "Frames of all regions, by what the node does with them", "state", self._frames)
+        add_labelled("cachesvc_waiting", "Ops and lanes waiting for a worker", "kind", parts.pool.waiting)
+        add_labelled("cachesvc_tier_used_bytes", "Space used by each tier", "tier", self._tier_usage)
+        add("cachesvc_ready", "1 while the node makes progress", lambda: float(self.health().is_ready))
+
+    def _frames(self) -> dict[str, float]:
+        with self._parts.state:
+            sessions = list(self._sessions.values())
+            lent = sum(int(np.count_nonzero(session.is_lent)) for session in sessions)
+            quarantined = sum(session.num_quarantined() for session in sessions)
+            total = sum(session.region.num_frames for session in sessions)
+        return {"total": total, "lent": lent - quarantined, "quarantined": quarantined}
+
+    def _tier_usage(self) -> dict[str, float]:
+        return self._parts.tiers.usage() if not self._is_closing else self._parts.tiers.no_usage()

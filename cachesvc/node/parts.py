@@ -1,0 +1,55 @@
+"""What the verbs of one node share, in one hand: passed around instead of looked up."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from cachesvc.clock import Clock
+from cachesvc.node.counters import NodeCounters
+from cachesvc.node.flights import Flights
+from cachesvc.node.regions import SharedPages
+from cachesvc.node.tiers import TierChain
+from cachesvc.node.workers import WorkerPool
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """Limits of a node. All are per session unless they say otherwise."""
+
+    num_workers: int = 4  # of the node
+    slice_pages: int = 128  # one step of an op: what a small op waits for, and how soon pages are answered
+    slice_bytes: int = 64 << 20
+    max_ops: int = 256  # whose end has not been polled
+    max_waiting_store_pages: int | None = None  # default: half the session's frames, at least one slice
+    max_store_attempts: int = 3  # of one slice that meets a transient outcome
+    store_retry_s: float = 0.25  # before the second attempt; doubles with each further one
+    stuck_after_s: float = 10.0  # a slice that runs longer counts against readiness
+
+    def pages_per_slice(self, frame_bytes: int) -> int:
+        """Pages of `frame_bytes` in one slice, at least 1."""
+        return max(1, min(self.slice_pages, self.slice_bytes // frame_bytes))
+
+    def waiting_store_limit(self, num_frames: int) -> int:
+        """Pages of one session that may wait to be stored."""
+        return (
+            max(self.slice_pages, num_frames // 2)
+            if self.max_waiting_store_pages is None
+            else self.max_waiting_store_pages
+        )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`state` guards sessions, ops and flights; it is never held over I/O or a copy, and notified whenever an op
+    ends. Locks are taken in this order: `state`, then one of those inside events, workers or metrics."""
+
+    state: threading.Condition
+    pool: WorkerPool
+    reads: Flights
+    writes: Flights
+    pages: SharedPages
+    tiers: TierChain
+    counters: NodeCounters
+    clock: Clock
+    options: NodeOptions

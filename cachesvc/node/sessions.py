@@ -1,0 +1,109 @@
+"""Sessions: one engine's side of a node, from attach to the moment when nobody touches its region any more.
+
+NOTE: methods that change a session are called with the node's state lock held, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from cachekernels.region import Region
+from numpy.typing import NDArray
+
+from cachesvc.client.base import AttachRequest
+from cachesvc.node.backup import StoreLane
+from cachesvc.node.events import EventQueue
+from cachesvc.node.ops import Op, OpState
+from cachesvc.node.parts import Parts
+from cachesvc.outcomes import OpEnd
+
+I32 = NDArray[np.int32]
+
+
+class Session:
+    """One attached engine (or one rank of it).
+
+    `is_lent` bool[num_frames] marks the frames that the node may write now. `region` and `events` are closed by
+    `release`, once the session has been detached and none of its slices runs.
+    """
+
+    def __init__(self, session_id: int, request: AttachRequest, parts: Parts, region: Region, warning: str) -> None:
+        self.session_id = session_id
+        self.request = request
+        self.namespace = request.identity.namespace()
+        self.parts = parts
+        self.region = region
+        self.warning = warning
+        self.slot = parts.pages.add(region)
+        self.events = EventQueue()
+        self.slice_pages = parts.options.pages_per_slice(region.frame_bytes)
+        self.is_lent = np.zeros(region.num_frames, np.bool_)
+        self.lane = StoreLane(self)
+        self.ops: dict[int, Op] = {}
+        self.is_draining = False
+        self.is_detached = False
+        self.is_released = False
+        self._running_slices = 0
+
+    @property
+    def is_enabled(self) -> bool:
+        """False: attached with the cache off."""
+        return not self.warning
+
+    def lend(self, frames: I32) -> None:
+        """Takes frames on loan. ValueError, nothing taken: a frame is out of range, twice in the list, or lent
+        already."""
+        self.check_frames(frames)
+        taken = frames[self.is_lent[frames]]
+        if len(taken):
+            raise ValueError(f"{len(taken)} frames are lent already, the first one is {taken[0]}")
+        num_different = len(np.unique(frames))
+        if num_different != len(frames):
+            raise ValueError(f"{len(frames)} frames are only {num_different} different ones")
+        self.is_lent[frames] = True
+
+    def check_frames(self, frames: I32) -> None:
+        """ValueError: a frame is not one of the region's."""
+        if len(frames) and (frames.min() < 0 or frames.max() >= self.region.num_frames):
+            raise ValueError(f"frames must be in [0, {self.region.num_frames}), got {frames.min()}..{frames.max()}")
+
+    def num_quarantined(self) -> int:
+        """Lent frames of ops that were given up while a slice of theirs runs."""
+        return sum(op.num_lent() for op in self.ops.values() if op.given_up is not None and op.end is None)
+
+    def op_ended(self, op: Op) -> None:
+        """`op` has its end; the session tells it when it is polled."""
+        self.parts.counters.ops.inc(1, op.verb, op.end or OpEnd.FAILED)
+        self.events.announce(op)
+        self.parts.state.notify_all()
+
+    def forget(self, op: Op) -> bool:
+        """The end of `op` is being told: it no longer counts. False: it was told before."""
+        return self.ops.pop(op.op_id, None) is not None
+
+    def unfinished(self) -> list[Op]:
+        """Ops that have not ended."""
+        return [op for op in self.ops.values() if op.state is not OpState.ENDED]
+
+    def give_up_all(self, reason: OpEnd) -> None:
+        """Gives up every op, youngest first, so that a lane keeps its contiguous start."""
+        for op in reversed(self.unfinished()):
+            op.give_up(reason)
+
+    def slice_began(self) -> None:
+        """A worker is about to touch the region."""
+        self._running_slices += 1
+
+    def slice_ended(self) -> None:
+        """The worker no longer touches it."""
+        self._running_slices -= 1
+        self.release_if_unused()
+
+    def release_if_unused(self) -> None:
+        """Lets go of region and descriptors once detached and idle. A worker that comes back late does this."""
+        if self.is_detached and not self._running_slices and not self.is_released:
+            self.is_released = True
+            # Not before: the last slice may still publish what it read.
+            self.parts.pages.remove(self.slot)
+            self.region.close()
+            self.events.close()
+            self.parts.state.notify_all()

@@ -1,0 +1,205 @@
+"""The chain of storage tiers: read from the first that has a page, written to each.
+
+DESIGN. A tier is a backend under the checksum layer of one namespace, counted. What a backend raises ends here: the
+call's pages get the outcome the error stands for, and the next tier is asked. Nothing about a page is decided by a
+tier's name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachesvc.clock import Clock
+from cachesvc.node.counters import NodeCounters, count_outcomes
+from cachesvc.outcomes import Direction, TierError
+from storage_backends.base import Capabilities, Guard, ObjectIds, Outcome, Outcomes, Segments, StorageBackend, outcomes
+from storage_backends.errors import StorageError
+from storage_backends.layers.checksum import ChecksumLayer
+
+logger = logging.getLogger(__name__)
+
+
+PageGuard = Callable[[NDArray[np.intp]], NDArray[np.bool_]]
+"""Given positions in a batch: bool for each, False where the page's frame is no longer what it was."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One storage tier: a name for metrics, and where the bytes rest. The node that gets it owns and closes the
+    backend."""
+
+    name: str
+    backend: StorageBackend
+
+
+def succeeded(results: Outcomes) -> NDArray[np.bool_]:
+    """bool[n]: OK or EXISTS."""
+    return results <= Outcome.EXISTS
+
+
+class _CountedTier:
+    """One tier as the chain uses it: errors become outcomes, everything is counted."""
+
+    def __init__(self, tier: Tier, counters: NodeCounters, clock: Clock) -> None:
+        self.name = tier.name
+        self.backend = tier.backend
+        self.capabilities: Capabilities = tier.backend.capabilities()
+        self._counters = counters
+        self._clock = clock
+        self._views: dict[bytes, StorageBackend] = {}
+        self._failing: dict[Direction, TierError] = {}
+
+    def view(self, namespace: bytes) -> StorageBackend:
+        """The backend with pages of `namespace` checked; made once per namespace."""
+        view = self._views.get(namespace)
+        if view is None:
+            view = self._views.setdefault(namespace, ChecksumLayer(self.backend, namespace))
+        return view
+
+    def contains(self, ids: ObjectIds) -> Outcomes:
+        return self._ask(Direction.PROBE, len(ids), lambda: self.backend.contains(ids))
+
+    def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> Outcomes:
+        results = self._ask(Direction.READ, len(ids), lambda: self.view(namespace).get_into(ids, segments))
+        self._count_bytes(Direction.READ, segments, results == Outcome.OK)
+        return results
+
+    def write(self, namespace: bytes, ids: ObjectIds, segments: Segments, guard: Guard) -> Outcomes:
+        results = self._ask(Direction.WRITE, len(ids), lambda: self.view(namespace).put_from(ids, segments, guard))
+        self._count_bytes(Direction.WRITE, segments, results == Outcome.OK)
+        return results
+
+    def _ask(self, direction: Direction, count: int, call: Callable[[], Outcomes]) -> Outcomes:
+        started = self._clock.now()
+        try:
+            results = call()
+            self._failing.pop(direction, None)
+        except StorageError as error:
+            results = self._refused(direction, count, error, _kind(error), error.outcome)
+        except Exception as error:
+            # Backends come from anywhere; a bug in one must not reach past its tier.
+            results = self._refused(direction, count, error, TierError.UNEXPECTED, Outcome.FAILED)
+        self._counters.tier_seconds.observe(self._clock.now() - started, self.name, direction)
+        count_outcomes(self._counters.tier_pages, results, self.name, direction)
+        return results
+
+    def _refused(
+        self, direction: Direction, count: int, error: Exception, kind: TierError, outcome: Outcome
+    ) -> Outcomes:
+        # Once per spell of failure: a medium that is down would fill the log, and the counters have the number.
+        if self._failing.get(direction) is not kind:
+            self._failing[direction] = kind
+            # As text: a record that is kept somewhere must not keep the error's frames, and with them a region's
+            # memory.
+            logger.warning("tier %s: %s of %d pages raised: %s", self.name, direction, count, repr(error))
+        self._counters.tier_errors.inc(1, self.name, direction, kind)
+        return outcomes(count, outcome)
+
+    def _count_bytes(self, direction: Direction, segments: Segments, moved: NDArray[np.bool_]) -> None:
+        self._counters.tier_bytes.inc(float(segments.object_lengths()[moved].sum()), self.name, direction)
+
+
+def _kind(error: StorageError) -> TierError:
+    if error.outcome is Outcome.TIMEOUT:
+        return TierError.TIMEOUT
+    return TierError.UNAVAILABLE if error.transient else TierError.FAILED
+
+
+class TierChain:
+    """Tiers in the order in which they are read. Every call may block on I/O, except `known`. Thread-safe."""
+
+    def __init__(self, tiers: Sequence[Tier], counters: NodeCounters, clock: Clock) -> None:
+        self._counters = counters
+        self._tiers = [_CountedTier(tier, counters, clock) for tier in tiers]
+        self._at_once = [tier for tier in self._tiers if tier.capabilities.index_answers]
+        self._slow = [tier for tier in self._tiers if not tier.capabilities.index_answers]
+
+    @property
+    def can_write(self) -> bool:
+        """Whether backups have somewhere to go."""
+        return bool(self._tiers)
+
+    @property
+    def must_probe(self) -> bool:
+        """Whether some tier cannot say from memory what it holds."""
+        return bool(self._slow)
+
+    def known(self, ids: ObjectIds) -> NDArray[np.bool_]:
+        """bool[n]: held by a tier that knows without I/O."""
+        return self._contains(self._at_once, ids)
+
+    def probe(self, ids: ObjectIds) -> NDArray[np.bool_]:
+        """bool[n]: held by any tier; asks the media that do not know from memory for the pages the others do not
+        have."""
+        return self._contains([*self._at_once, *self._slow], ids)
+
+    def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> Outcomes:
+        """Reads each page from the first tier that delivers it. Where none does: the first answer that is not a MISS,
+        else MISS."""
+        results = outcomes(len(ids), Outcome.MISS)
+        wanted = np.arange(len(ids))
+        for tier in self._tiers:
+            if not len(wanted):
+                break
+            answers = tier.read(namespace, ids[wanted], segments.take(wanted))
+            better = (answers == Outcome.OK) | (results[wanted] == Outcome.MISS)
+            results[wanted[better]] = answers[better]
+            self._counters.pages_from.inc(float((answers == Outcome.OK).sum()), tier.name)
+            wanted = wanted[answers != Outcome.OK]
+        return results
+
+    def write(self, namespace: bytes, ids: ObjectIds, segments: Segments, guard: PageGuard) -> Outcomes:
+        """Writes each page to every tier that does not hold it. OK where a tier took it, else EXISTS where one holds
+        it, else the first tier's reason. `guard(which)` says for pages at positions `which` whether their frames are
+        still what they were."""
+        results = outcomes(len(ids), Outcome.FAILED)
+        for rank, tier in enumerate(self._tiers):
+            answers = self._write_missing(tier, namespace, ids, segments, guard)
+            better = (answers < results) & succeeded(answers) if rank else np.full(len(ids), True)
+            results[better] = answers[better]
+        return results
+
+    def usage(self) -> dict[str, float]:
+        """Bytes in use per tier."""
+        return {tier.name: float(tier.backend.usage().used_bytes) for tier in self._tiers}
+
+    def no_usage(self) -> dict[str, float]:
+        """The same tiers, once they are closed."""
+        return {tier.name: 0.0 for tier in self._tiers}
+
+    def close(self) -> None:
+        """Closes the backends, the last one first. Idempotent as far as they are."""
+        for tier in reversed(self._tiers):
+            tier.backend.close()
+
+    def _contains(self, tiers: Sequence[_CountedTier], ids: ObjectIds) -> NDArray[np.bool_]:
+        held = np.zeros(len(ids), np.bool_)
+        for tier in tiers:
+            wanted = np.flatnonzero(~held)
+            if not len(wanted):
+                break
+            held[wanted] = tier.contains(ids if len(wanted) == len(ids) else ids[wanted]) == Outcome.OK
+        return held
+
+    def _write_missing(
+        self,
+        tier: _CountedTier,
+        namespace: bytes,
+        ids: ObjectIds,
+        segments: Segments,
+        guard: PageGuard,
+    ) -> Outcomes:
+        answers = outcomes(len(ids), Outcome.EXISTS)
+        missing = np.arange(len(ids))
+        if tier.capabilities.index_answers:
+            # Asked here so that pages which are stored already are not read again for a checksum.
+            missing = np.flatnonzero(tier.contains(ids) != Outcome.OK)
+        if len(missing):
+            which = missing
+            answers[missing] = tier.write(namespace, ids[missing], segments.take(missing), lambda: guard(which))
+        return answers

@@ -1,0 +1,163 @@
+"""The chain of tiers: first that delivers, write to each, and an erroring tier is one without the page."""
+
+import numpy as np
+import pytest
+from cachekernels.pages import object_ids
+
+from cachesvc.clock import ManualClock
+from cachesvc.metrics import Registry
+from cachesvc.node.counters import NodeCounters
+from cachesvc.node.tiers import Tier, TierChain
+from storage_backends.base import Outcome, Segments, outcomes
+from storage_backends.errors import StorageFailed, StorageTimeout, StorageUnavailable
+from tests.oracles.pages import IDENTITY, PAGE_BYTES, ScriptedBackend, chain, memory_backend, page
+
+KEYS = chain(1, 6)
+IDS = object_ids(KEYS)
+NAMESPACE = IDENTITY.namespace()
+
+
+class Chain:
+    """A chain over scripted backends, with buffers to read into and write from."""
+
+    def __init__(self, *names, **changes):
+        self.backends = [ScriptedBackend(memory_backend(), **changes) for _ in names]
+        self.clock = ManualClock()
+        self.counters = NodeCounters(Registry(), list(names))
+        tiers = [Tier(name, backend) for name, backend in zip(names, self.backends, strict=True)]
+        self.tiers = TierChain(tiers, self.counters, self.clock)
+
+    def write(self, which=slice(None), guard=lambda which: np.ones(len(which), np.bool_)):
+        rows = np.stack([page(key) for key in KEYS[which]])
+        return self.tiers.write(NAMESPACE, IDS[which], Segments.of_rows(rows), guard)
+
+    def read(self):
+        """Outcomes, and which rows hold the right bytes."""
+        rows = np.zeros((len(IDS), PAGE_BYTES), np.uint8)
+        results = self.tiers.read(NAMESPACE, IDS, Segments.of_rows(rows))
+        return results, np.array([(row == page(key)).all() for row, key in zip(rows, KEYS, strict=True)])
+
+
+def put_only_into(chain, number, which):
+    for i, backend in enumerate(chain.backends):
+        backend.before["put"] = None if i == number else (lambda ids: outcomes(len(ids), Outcome.NO_SPACE))
+    assert (chain.write(which) == Outcome.OK).all()
+    for backend in chain.backends:
+        backend.before.clear()
+
+
+def test_no_tiers_hold_nothing():
+    chain = Chain()
+    assert (chain.read()[0] == Outcome.MISS).all()
+    assert not chain.tiers.can_write
+    assert not chain.tiers.must_probe
+    assert not chain.tiers.known(IDS).any()
+
+
+def test_every_tier_is_written_and_what_it_holds_is_not_written_again():
+    chain = Chain("a", "b")
+    assert (chain.write() == Outcome.OK).all()
+    assert (chain.write() == Outcome.EXISTS).all()
+    for backend in chain.backends:
+        assert set(backend.writes.values()) == {1}
+    assert chain.counters.tier_bytes.value("a", "write") == len(IDS) * PAGE_BYTES
+
+
+def test_a_tier_that_lacks_a_page_gets_it():
+    chain = Chain("a", "b")
+    put_only_into(chain, 0, slice(0, 3))
+    assert chain.write().tolist() == [Outcome.OK] * 6
+    assert (chain.backends[1].inner.contains(IDS) == Outcome.OK).all()
+
+
+def test_each_page_comes_from_the_first_tier_that_has_it():
+    chain = Chain("a", "b", "c")
+    put_only_into(chain, 0, slice(0, 2))
+    put_only_into(chain, 1, slice(1, 4))
+    put_only_into(chain, 2, slice(3, 5))
+    results, right = chain.read()
+    assert results.tolist() == [Outcome.OK] * 5 + [Outcome.MISS]
+    assert right.tolist() == [True] * 5 + [False]
+    assert [chain.counters.pages_from.value(name) for name in "abc"] == [2, 2, 1]
+    assert sum(chain.backends[1].reads.values()) == 4
+    assert sum(chain.backends[2].reads.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "outcome"),
+    [
+        (StorageUnavailable("x"), "unavailable", Outcome.UNAVAILABLE),
+        (StorageTimeout("x"), "timeout", Outcome.TIMEOUT),
+        (StorageFailed("x"), "failed", Outcome.FAILED),
+        (OSError(5, "EIO"), "unexpected", Outcome.FAILED),
+        (MemoryError(), "unexpected", Outcome.FAILED),
+    ],
+)
+def test_what_a_tier_raises_becomes_outcomes_and_the_next_tier_is_asked(error, kind, outcome):
+    chain = Chain("a", "b")
+    assert (chain.write() == Outcome.OK).all()
+
+    def explode(_):
+        raise error
+
+    for verb in ("get", "put", "contains"):
+        chain.backends[0].before[verb] = explode
+    results, right = chain.read()
+    assert (results == Outcome.OK).all()
+    assert right.all()
+    assert chain.counters.tier_errors.value("a", "read", kind) == 1
+    assert chain.counters.tier_pages.value("a", "read", outcome.name.lower()) == 6
+    assert chain.tiers.known(IDS).all()
+    assert (chain.write() == Outcome.EXISTS).all(), "the other tier holds them"
+    chain.backends[1].before["get"] = explode
+    assert (chain.read()[0] == outcome).all()
+    chain.backends[1].before["put"] = chain.backends[1].before["contains"] = explode
+    assert (chain.write() == outcome).all()
+
+
+def test_a_reason_is_worth_more_than_a_miss():
+    chain = Chain("a", "b")
+    chain.backends[0].before["get"] = lambda ids: outcomes(len(ids), Outcome.CORRUPT)
+    assert (chain.read()[0] == Outcome.CORRUPT).all()
+    chain = Chain("a", "b")
+    chain.backends[1].before["get"] = lambda ids: outcomes(len(ids), Outcome.UNSUPPORTED)
+    assert (chain.read()[0] == Outcome.UNSUPPORTED).all()
+
+
+def test_the_guard_is_asked_for_the_pages_that_are_written():
+    chain = Chain("a")
+    chain.write(slice(0, 2))
+    asked = []
+
+    def guard(which):
+        asked.append(which.tolist())
+        return which != 3
+
+    assert chain.write(guard=guard).tolist() == [1, 1, 0, Outcome.CHANGED, 0, 0]
+    assert asked == [[2, 3, 4, 5]]
+    assert chain.backends[0].inner.contains(IDS).tolist() == [0, 0, 0, Outcome.MISS, 0, 0]
+
+
+def test_a_tier_without_an_index_is_not_asked_before_a_write():
+    chain = Chain("a", index_answers=False)
+    assert chain.tiers.must_probe
+    assert (chain.write() == Outcome.OK).all()
+    assert chain.backends[0].calls["contains"] == 0
+    assert not chain.tiers.known(IDS).any()
+    assert chain.tiers.probe(IDS).all()
+
+
+def test_a_page_of_another_namespace_is_not_delivered():
+    chain = Chain("a")
+    chain.write()
+    rows = np.zeros((len(IDS), PAGE_BYTES), np.uint8)
+    results = chain.tiers.read(bytes(32), IDS, Segments.of_rows(rows))
+    assert (results > Outcome.EXISTS).all()
+
+
+def test_a_call_is_timed_to_its_end():
+    chain = Chain("a")
+    chain.backends[0].before["get"] = lambda _: chain.clock.advance(2.0)
+    chain.read()
+    samples = {sample.text(): sample.value for sample in chain.counters.tier_seconds.samples()}
+    assert samples['cachesvc_tier_seconds_sum{tier="a",direction="read"}'] == 2.0
