@@ -28,6 +28,8 @@ from cachesvc.outcomes import OpEnd, Unsaved, Verb
 from storage_backends.base import Outcome, Outcomes, Segments, outcomes
 
 if TYPE_CHECKING:
+    from cachesvc.clock import Clock
+    from cachesvc.node.parts import NodeOptions
     from cachesvc.node.sessions import Session
 
 TRANSIENT = np.array([outcome for outcome in Outcome if outcome.is_transient], np.uint8)
@@ -66,6 +68,37 @@ class Share:
     num_pages: int
 
 
+class Patience:
+    """How often, and how long, a slice that met a transient outcome is tried again. Reset by every page that gets its
+    answer.
+
+    THROTTLED is not a failed attempt: the tier takes no writes yet, and time decides.
+    """
+
+    def __init__(self, options: NodeOptions, clock: Clock) -> None:
+        self._options = options
+        self._clock = clock
+        self._attempts = 0
+        self._throttled_since_s: float | None = None
+
+    def reset(self) -> None:
+        """The next slice starts anew."""
+        self._attempts = 0
+        self._throttled_since_s = None
+
+    def pause_s(self, outcome: Outcome) -> float | None:
+        """How long to wait before the next attempt; None: there is none."""
+        if outcome is Outcome.THROTTLED:
+            now_s = self._clock.now()
+            self._throttled_since_s = now_s if self._throttled_since_s is None else self._throttled_since_s
+            is_over = now_s - self._throttled_since_s >= self._options.max_throttled_s
+            return None if is_over else self._options.store_retry_s
+        self._attempts += 1
+        if self._attempts >= self._options.max_store_attempts:
+            return None
+        return self._options.store_retry_s * (1 << (self._attempts - 1))
+
+
 class StoreLane(Work):
     """The backups of one session, oldest first."""
 
@@ -78,7 +111,7 @@ class StoreLane(Work):
         self._is_scheduled = False  # in the pool, running, or parked on a flight
         self._shares: list[Share] = []
         self._flight: Flight | None = None
-        self._attempts = 0
+        self._patience = Patience(session.parts.options, session.parts.clock)
 
     def append(self, op: BackupOp) -> None:
         """Queues an op. The state lock is held."""
@@ -109,7 +142,7 @@ class StoreLane(Work):
                 share.op.finish(OpEnd.FAILED)
             self._release_flight()
             self._session.slice_ended()
-            self._attempts = 0
+            self._patience.reset()
             self._is_scheduled = bool(self._ops)
             if self._is_scheduled:
                 self._session.parts.pool.submit(self)
@@ -159,7 +192,7 @@ class StoreLane(Work):
     def _land(self, results: Outcomes) -> Next:
         parts = self._session.parts
         self._release_flight()
-        final = self._num_final(results)
+        final, pause_s = self._num_final(results)
         shares, self._shares = self._shares, []
         first = 0
         for share in shares:
@@ -167,26 +200,26 @@ class StoreLane(Work):
             share.op.settle(results[first : first + count])
             first += share.num_pages
         self._session.slice_ended()
-        if final == len(results):
+        if pause_s is None:
             return Next.AGAIN
         parts.counters.store_retries.inc()
-        parts.pool.submit_after(self, parts.options.store_retry_s * 2 ** (self._attempts - 1))
+        parts.pool.submit_after(self, pause_s)
         return Next.IDLE
 
-    def _num_final(self, results: Outcomes) -> int:
-        """How many leading outcomes to pass on. From the first transient one on the slice is stored again, if
-        attempts are left."""
+    def _num_final(self, results: Outcomes) -> tuple[int, float | None]:
+        """How many leading outcomes to pass on; and, where the slice is to be stored again from there on, after which
+        pause."""
         transient = np.flatnonzero(np.isin(results, TRANSIENT))
+        if not len(transient) or transient[0] > 0:
+            self._patience.reset()
         if not len(transient):
-            self._attempts = 0
-            return len(results)
-        if transient[0] > 0:
-            self._attempts = 0
-        self._attempts += 1
-        if self._attempts < self._session.parts.options.max_store_attempts:
-            return int(transient[0])
-        self._attempts = 0
-        return len(results)
+            return len(results), None
+        first = int(transient[0])
+        pause_s = self._patience.pause_s(Outcome(results[first]))
+        if pause_s is None:
+            self._patience.reset()
+            return len(results), None
+        return first, pause_s
 
     def _release_flight(self) -> None:
         flight, self._flight = self._flight, None

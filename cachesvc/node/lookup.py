@@ -29,16 +29,31 @@ def num_known(session: Session, keys: Keys) -> int:
     """Leading pages of `keys` that are in frames of others, or in tiers that know without I/O. Counts them."""
     parts = session.parts
     in_frames = parts.pages.held(keys, exclude_slot=session.slot)
-    held = in_frames
-    if not in_frames.all():
-        missing = np.flatnonzero(~in_frames)
-        held = in_frames.copy()
-        held[missing] = parts.tiers.known(object_ids(keys[missing]))
+    held = in_frames if in_frames.all() else _with_tiers(session, keys, in_frames)
     num_pages = leading(held)
     num_in_frames = int(np.count_nonzero(in_frames[:num_pages]))
     parts.counters.lookup_pages.inc(num_in_frames, "region")
     parts.counters.lookup_pages.inc(num_pages - num_in_frames, "tier")
     return num_pages
+
+
+def _with_tiers(session: Session, keys: Keys, in_frames: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """`in_frames`, and what tiers know of the other pages up to the first one that nobody has.
+
+    In growing slices: a tier may have to look at names on a medium for what it does not know (a scan still running,
+    other writers in the same directory), and a chain that is not there at all must not cost a look for each of its
+    pages.
+    """
+    held = in_frames.copy()
+    missing = np.flatnonzero(~in_frames)
+    first, count = 0, session.parts.options.slice_pages
+    while first < len(missing):
+        which = missing[first : first + count]
+        held[which] = session.parts.tiers.known(object_ids(keys[which]))
+        if not held[which].all():
+            break
+        first, count = first + count, 2 * count
+    return held
 
 
 class ProbeOp(Op, Work):

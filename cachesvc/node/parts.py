@@ -24,6 +24,7 @@ class NodeOptions:
     max_waiting_store_pages: int | None = None  # default: half the session's frames, at least one slice
     max_store_attempts: int = 3  # of one slice that meets a transient outcome
     store_retry_s: float = 0.25  # before the second attempt; doubles with each further one
+    max_throttled_s: float = 60.0  # that a slice waits for a tier which takes no writes yet
     stuck_after_s: float = 10.0  # a slice that runs longer counts against readiness
 
     def pages_per_slice(self, frame_bytes: int) -> int:

@@ -176,7 +176,35 @@ def test_a_failed_page_ends_its_op_and_no_other(node, engine, backend):
     assert node.counters.unsaved_pages.value("tier") == 4
 
 
-@pytest.mark.parametrize("outcome", [Outcome.UNAVAILABLE, Outcome.TIMEOUT, Outcome.THROTTLED])
+def test_a_tier_that_takes_no_writes_yet_is_waited_for(node, engine, backend, clock):
+    backend.before["put"] = lambda ids: outcomes(len(ids), Outcome.THROTTLED)
+    op = engine.backup(KEYS, FRAMES)
+    for _ in range(20):
+        run_all(node)
+        clock.advance(0.25)
+    assert engine.poll() == []
+    assert backend.calls["put"] == 20
+    backend.before.clear()
+    run_all(node)
+    engine.poll()
+    assert engine.ends == {op: "completed"}
+
+
+def test_but_not_for_ever(node, engine, backend, clock):
+    backend.before["put"] = lambda ids: outcomes(len(ids), Outcome.THROTTLED)
+    op = engine.backup(KEYS, FRAMES)
+    run_all(node)
+    clock.advance(59.0)
+    run_all(node)
+    assert engine.poll() == []
+    clock.advance(1.0)
+    run_all(node)
+    engine.poll()
+    assert engine.ends == {op: "bad_page"}
+    assert engine.outcomes[op].tolist() == [Outcome.THROTTLED] * 4 + [CANCELLED] * 8
+
+
+@pytest.mark.parametrize("outcome", [Outcome.UNAVAILABLE, Outcome.TIMEOUT])
 def test_a_transient_outcome_is_tried_again_later(node, engine, backend, clock, outcome):
     backend.before["put"] = lambda ids: outcomes(len(ids), outcome)
     op = engine.backup(KEYS, FRAMES)

@@ -76,6 +76,18 @@ def test_a_tier_that_knows_answers_at_once(at_once):
         assert not node.run_one()
 
 
+def test_a_chain_that_is_not_there_costs_one_slice(at_once):
+    keys = chain(5, 30)
+    with make_node(at_once, slice_pages=4) as node:
+        engine = Engine(node)
+        assert engine.client.lookup(keys) == Lookup(0)
+        assert at_once.calls["contains"] == 1
+        store(node, keys[:20], np.arange(20, dtype=np.int32))
+        at_once.calls.clear()
+        assert engine.client.lookup(keys) == Lookup(20)
+        assert at_once.calls["contains"] == 3, "4 + 8 + 16 pages"
+
+
 def test_sources_may_take_turns_along_the_chain(at_once):
     with make_node(at_once) as node:
         store(node, KEYS[2:4], FRAMES[2:4])
