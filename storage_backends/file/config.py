@@ -12,7 +12,7 @@ from storage_backends.options import byte_size, check_names, one_of, whole_numbe
 
 DEFAULT_CAPACITY_BYTES = 10 * 2**30
 DEFAULT_FREE_SHARE = 10  # one part in so many of the file system's free space
-DEFAULT_THREADS = 4
+DEFAULT_THREADS = 8
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,195 @@
+"""file.*: the file backend against plain system calls on files of the same sizes, in the same directory.
+
+One object is a page of SmolLM2-135M at page size 64 in bf16 (1,474,560 bytes) with a header of 4,096. Batches of 64
+objects, 94 MB, to fresh names each round; removing them is not timed.
+
+hot: through the page cache, against a Python loop of open, write, rename (put) and open, readinto (get).
+direct: O_DIRECT, against raw O_DIRECT: as many Python threads as the backend uses, each opening a file, moving it in
+one system call from or to aligned memory, and closing it. The reference writes each file under its final name: no
+temporary name, no rename, no accounting; that overhead is ours to pay.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from bench.harness import Measurement, Run, figure
+from storage_backends.base import ObjectIds, Outcome, Segments, StorageBackend
+from storage_backends.file.backend import FileBackend
+from storage_backends.file.config import DEFAULT_THREADS, FileConfig
+from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.testing.objects import Buffers, make_ids
+
+HEADER_BYTES, PAYLOAD_BYTES, COUNT = 4096, 30 * 2 * 64 * 384, 64
+OBJECT_BYTES = HEADER_BYTES + PAYLOAD_BYTES
+NAMESPACE = bytes(32)
+
+
+@dataclass
+class Setting:
+    """A backend, a directory for the reference beside it, and memory for one batch."""
+
+    backend: StorageBackend
+    plain: Path
+    is_direct: bool
+    object_bytes: int
+    frames: Buffers
+    batch: int = 0
+    names: list[Path] = field(default_factory=list)
+
+    @staticmethod
+    @contextmanager
+    def make(*, is_direct: bool, verified: bool = False) -> Iterator[Setting]:
+        with tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as name:
+            root = Path(name)
+            config = FileConfig(root / "objects", 4 * COUNT * OBJECT_BYTES, direct="on" if is_direct else "off")
+            backend: StorageBackend = FileBackend(config)
+            backend.wait_ready()
+            size = OBJECT_BYTES
+            if verified:
+                backend, size = ChecksumLayer(backend, NAMESPACE), PAYLOAD_BYTES
+            (root / "plain").mkdir()
+            try:
+                yield Setting(backend, root / "plain", is_direct, size, Buffers.make(COUNT, size, seed=1))
+            finally:
+                backend.close()
+
+    @property
+    def segments(self) -> Segments:
+        return self.frames.segments()
+
+    def fresh(self) -> ObjectIds:
+        """Ids and names nobody used; what was there before goes."""
+        if self.batch:
+            self.backend.delete(make_ids(COUNT, self.batch))
+        for path in self.names:
+            path.unlink(missing_ok=True)
+        self.batch += 1
+        self.names = [self.plain / f"{self.batch}-{i}" for i in range(COUNT)]
+        return make_ids(COUNT, self.batch)
+
+    def put(self, ids: ObjectIds) -> None:
+        result = self.backend.put_from(ids, self.segments)
+        assert (result == Outcome.OK).all()
+
+    def get(self, ids: ObjectIds) -> None:
+        result = self.backend.get_into(ids, self.segments)
+        assert (result == Outcome.OK).all()
+
+    def plain_put(self) -> None:
+        for path, row in zip(self.names, self.frames.rows, strict=True):
+            temporary = path.with_suffix(".tmp")
+            with open(temporary, "wb", buffering=0) as file:
+                file.write(row.data)
+            os.rename(temporary, path)
+
+    def plain_get(self) -> None:
+        for path, row in zip(self.names, self.frames.rows, strict=True):
+            with open(path, "rb", buffering=0) as file:
+                file.readinto(row.data)
+
+    def raw_put(self) -> None:
+        self._raw(os.O_WRONLY | os.O_CREAT, lambda fd, row: os.pwritev(fd, [row], 0))
+
+    def raw_get(self) -> None:
+        self._raw(os.O_RDONLY, lambda fd, row: os.preadv(fd, [row], 0))
+
+    def _raw(self, flags: int, move: Callable[[int, memoryview], int]) -> None:
+        def one(path: Path, row: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+            fd = os.open(path, flags | os.O_DIRECT)
+            try:
+                assert move(fd, row.data) == OBJECT_BYTES
+            finally:
+                os.close(fd)
+
+        with ThreadPoolExecutor(DEFAULT_THREADS + 1) as pool:
+            list(pool.map(one, self.names, self.frames.rows))
+
+
+def _rates(run: Run, step: Callable[[], tuple[Callable[[], None], Callable[[], None]]], note: str) -> Measurement:
+    """GB/s of pairs of calls that `step` prepares without being timed."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for number in range(run.warmups + run.rounds):
+        mine, other = step()
+        for call, rates in ((mine, ours), (other, theirs)):
+            start = time.perf_counter()
+            call()
+            if number >= run.warmups:
+                rates.append(COUNT * OBJECT_BYTES / (time.perf_counter() - start) * 1e-9)
+    return run.of(ours, theirs, note=note)
+
+
+def _put(run: Run, reference: Callable[[Setting], None], *, is_direct: bool, verified: bool = False) -> Measurement:
+    with Setting.make(is_direct=is_direct, verified=verified) as setting:
+
+        def step() -> tuple[Callable[[], None], Callable[[], None]]:
+            ids = setting.fresh()
+            return lambda: setting.put(ids), lambda: reference(setting)
+
+        return _rates(run, step, f"{DEFAULT_THREADS}+1 threads")
+
+
+def _get(run: Run, reference: Callable[[Setting], None], *, is_direct: bool, verified: bool = False) -> Measurement:
+    with Setting.make(is_direct=is_direct, verified=verified) as setting:
+        ids = setting.fresh()
+        setting.put(ids)
+        setting.plain_put() if not is_direct else setting.raw_put()
+        return _rates(
+            run, lambda: (lambda: setting.get(ids), lambda: reference(setting)), f"{DEFAULT_THREADS}+1 threads"
+        )
+
+
+@figure("file.put_hot", unit="GB/s", target="ratio>=1", reference="Python loop of open, write, rename")
+def put_hot(run: Run) -> Measurement:
+    return _put(run, Setting.plain_put, is_direct=False)
+
+
+@figure("file.get_hot", unit="GB/s", target="ratio>=1", reference="Python loop of open, readinto")
+def get_hot(run: Run) -> Measurement:
+    return _get(run, Setting.plain_get, is_direct=False)
+
+
+@figure("file.put_hot_verified", unit="GB/s", reference="the same loop, without a checksum")
+def put_hot_verified(run: Run) -> Measurement:
+    return _put(run, Setting.plain_put, is_direct=False, verified=True)
+
+
+@figure("file.get_hot_verified", unit="GB/s", reference="the same loop, without a checksum")
+def get_hot_verified(run: Run) -> Measurement:
+    return _get(run, Setting.plain_get, is_direct=False, verified=True)
+
+
+@figure("file.put_direct", unit="GB/s", target="ratio>=0.85", reference="raw O_DIRECT writes, same threads")
+def put_direct(run: Run) -> Measurement:
+    return _put(run, Setting.raw_put, is_direct=True)
+
+
+@figure("file.get_direct", unit="GB/s", target="ratio>=0.85", reference="raw O_DIRECT reads, same threads")
+def get_direct(run: Run) -> Measurement:
+    return _get(run, Setting.raw_get, is_direct=True)
+
+
+@figure("file.contains_1600", unit="us", target="value<=200", reference="1600 os.stat of existing files")
+def contains_1600(run: Run) -> Measurement:
+    with tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as name:
+        backend = FileBackend(FileConfig(Path(name), 2**30))
+        try:
+            backend.wait_ready()
+            ids = make_ids(1600)
+            assert (backend.put_from(ids, Buffers.make(1600, 4096).segments()) == Outcome.OK).all()
+            paths = [f"{name}/{item[:2]}/{item}.page" for item in (row.tobytes().hex() for row in ids)]
+            return run.paired(
+                lambda: backend.contains(ids), lambda: [os.stat(path) for path in paths], scale=1e6, rounds=50
+            )
+        finally:
+            backend.close()
