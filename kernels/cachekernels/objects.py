@@ -112,7 +112,8 @@ class ObjectIndex:
         return Reservation(self._native.withdraw(ids))
 
     def settle(self, reservation: Reservation, removal: U8) -> None:
-        """removal: uint8[num_victims] of `Removal`. Where too little was removed, granted objects become NO_SPACE."""
+        """removal: uint8[num_victims] of `Removal`. Those kept are the newest now; granted objects
+        become NO_SPACE where too little was removed."""
         self._native.settle(reservation._native, removal)
 
     def commit(self, reservation: Reservation, stored: Bools) -> None:
@@ -134,9 +135,9 @@ class ObjectIndex:
         """Remove objects that turned out to be gone. counted: their bytes leave the total with them."""
         self._native.forget(ids, which.view(np.uint8), counted, as_of)
 
-    def set_aside(self, ids: ObjectIds, which: Bools, *, as_of: int) -> None:
-        """Remove objects from sight that go on taking room; they are the first victims."""
-        self._native.set_aside(ids, which.view(np.uint8), as_of)
+    def set_aside(self, ids: ObjectIds, num_bytes: U64, which: Bools, *, as_of: int) -> None:
+        """Remove objects from sight that go on taking room, num_bytes each; they are the first victims."""
+        self._native.set_aside(ids, num_bytes, which.view(np.uint8), as_of)
 
     def adopt_set_aside(self, ids: ObjectIds, num_bytes: U64, *, counted: bool) -> None:
         """Objects that were set aside in an earlier life."""

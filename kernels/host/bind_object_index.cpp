@@ -88,11 +88,13 @@ void forget(ObjectIndex& index, const Input<uint8_t>& id_rows, const Flags& flag
     index.forget(ids.data, which.data(), ids.count, counted, as_of);
 }
 
-void set_aside(ObjectIndex& index, const Input<uint8_t>& id_rows, const Flags& flags, uint64_t as_of) {
+void set_aside(ObjectIndex& index, const Input<uint8_t>& id_rows, const Input<uint64_t>& byte_counts,
+               const Flags& flags, uint64_t as_of) {
     const Ids ids(id_rows);
+    const auto bytes = input_1d(byte_counts, "bytes", ids.count);
     const auto which = input_1d(flags, "which", ids.count);
     nb::gil_scoped_release unlocked;
-    index.set_aside(ids.data, which.data(), ids.count, as_of);
+    index.set_aside(ids.data, bytes.data(), which.data(), ids.count, as_of);
 }
 
 void add_scanned(ObjectIndex& index, const Input<uint8_t>& id_rows, const Input<uint64_t>& byte_counts,
@@ -146,7 +148,7 @@ void bind_index(nb::module_& m) {
         .def("commit", &commit, "reservation"_a, "stored"_a)
         .def("adopt", &adopt, "ids"_a, "bytes"_a, "which"_a)
         .def("forget", &forget, "ids"_a, "which"_a, "counted"_a, "as_of"_a)
-        .def("set_aside", &set_aside, "ids"_a, "which"_a, "as_of"_a)
+        .def("set_aside", &set_aside, "ids"_a, "bytes"_a, "which"_a, "as_of"_a)
         .def("moment", &ObjectIndex::moment)
         .def("adopt_set_aside", &adopt_set_aside, "ids"_a, "bytes"_a, "counted"_a)
         .def("begin_scan", &ObjectIndex::begin_scan)

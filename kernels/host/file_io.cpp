@@ -270,6 +270,7 @@ void FileIo::scan_directory(const std::string& name, Found& found) {
         } else if (parse_page_name(item->d_name, id) && (name == shard_name(id) || name == set_aside_name)) {
             struct stat status;
             if (fstatat(opened, item->d_name, &status, AT_SYMLINK_NOFOLLOW) != 0) continue;  // removed meanwhile
+            if (!S_ISREG(status.st_mode)) continue;
             found.ids.push_back(id);
             found.bytes.push_back(status.st_size);
             found.modified_ns.push_back(status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec);

@@ -243,15 +243,16 @@ void ObjectIndex::settle(const Plan& plan, const uint8_t* removal, const uint64_
                          uint8_t* admission) {
     std::lock_guard lock(mutex_);
     uint64_t freed = 0;
-    for (size_t i = plan.victims.size(); i-- > 0;) {
+    for (size_t i = 0; i < plan.victims.size(); ++i) {
         const Victim& victim = plan.victims[i];
         if (removal[i] == removed) freed += victim.bytes;
         if (removal[i] != kept) continue;
+        // To the far end: what cannot be removed must not be everybody's first choice.
         if (victim.set_aside) {
-            set_aside_.push_front(victim);
+            set_aside_.push_back(victim);
             set_aside_bytes_ += victim.bytes;
         } else if (find(victim.id) == none) {
-            link_oldest(insert(victim.id, victim.bytes));
+            link_newest(insert(victim.id, victim.bytes));
         }
     }
     const uint64_t needed = plan.shortfall + plan.excess;
@@ -303,15 +304,19 @@ void ObjectIndex::forget(const ObjectId* ids, const uint8_t* which, size_t count
     }
 }
 
-void ObjectIndex::set_aside(const ObjectId* ids, const uint8_t* which, size_t count, uint64_t as_of) {
+void ObjectIndex::set_aside(const ObjectId* ids, const uint64_t* bytes, const uint8_t* which, size_t count,
+                            uint64_t as_of) {
     std::lock_guard lock(mutex_);
     for (size_t i = 0; i < count; ++i) {
         if (!which[i]) continue;
         if (scanning_) forgotten_.insert(ids[i]);
         const uint32_t slot = find_as_of(ids[i], as_of);
         if (slot == none) continue;
-        set_aside_.push_back({ids[i], entries_[slot].bytes, true});
-        set_aside_bytes_ += entries_[slot].bytes;
+        // Damage may have changed its length.
+        add_total(bytes[i]);
+        sub_total(entries_[slot].bytes);
+        set_aside_.push_back({ids[i], bytes[i], true});
+        set_aside_bytes_ += bytes[i];
         erase(slot);
     }
 }

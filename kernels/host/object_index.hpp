@@ -71,8 +71,8 @@ class ObjectIndex {
     uint64_t moment() const;
     // Objects that turned out to be gone. counted: their bytes leave the total.
     void forget(const ObjectId* ids, const uint8_t* which, size_t count, bool counted, uint64_t as_of);
-    // Objects taken out of sight: they still count, and are the first to leave.
-    void set_aside(const ObjectId* ids, const uint8_t* which, size_t count, uint64_t as_of);
+    // Objects taken out of sight: they still count, with the bytes they have now, and are the first to leave.
+    void set_aside(const ObjectId* ids, const uint64_t* bytes, const uint8_t* which, size_t count, uint64_t as_of);
     // The same, found by a scan.
     void adopt_set_aside(const ObjectId* ids, const uint64_t* bytes, size_t count, bool counted);
 

@@ -175,7 +175,7 @@ class FileBackend(StorageBackend):
             self._index.adopt(ids, lengths, lengths >= 0)
             moment = self._index.objects.moment()
             errors = self._files.set_aside(ids, seen.addresses, seen.lengths, seen.offsets)
-            self._index.objects.set_aside(ids, errors == 0, as_of=moment)
+            self._index.objects.set_aside(ids, lengths.astype(np.uint64), errors == 0, as_of=moment)
             self._index.objects.forget(ids, errors == KEPT_EARLIER, counted=True, as_of=moment)
             self._index.forget(ids, errors == errno.ENOENT, moment)
             errors[errors == KEPT_EARLIER] = 0

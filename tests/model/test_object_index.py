@@ -87,10 +87,11 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.forget(rows(which), flags(len(which)), counted=True, as_of=self.index.moment())
         self.oracle.forget([NAMES[i] for i in which], counted=True)
 
-    @rule(which=picks)
-    def set_aside(self, which: list[int]) -> None:
-        self.index.set_aside(rows(which), flags(len(which)), as_of=self.index.moment())
-        self.oracle.set_aside([NAMES[i] for i in which])
+    @rule(which=picks, size=st.sampled_from([0, 100, 700]))
+    def set_aside(self, which: list[int], size: int) -> None:
+        sizes = np.full(len(which), size, dtype=np.uint64)
+        self.index.set_aside(rows(which), sizes, flags(len(which)), as_of=self.index.moment())
+        self.oracle.set_aside([NAMES[i] for i in which], size)
 
     @invariant()
     def same(self) -> None:

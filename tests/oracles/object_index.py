@@ -76,12 +76,12 @@ class ObjectIndexOracle:
 
     def settle(self, plan: Plan, removal: list[int]) -> None:
         freed = 0
-        for (name, size, aside), result in reversed(list(zip(plan.victims, removal, strict=True))):
+        for (name, size, aside), result in zip(plan.victims, removal, strict=True):
             freed += size if result == REMOVED else 0
             if result == KEPT and aside:
-                self.aside.insert(0, (name, size))
+                self.aside.append((name, size))
             elif result == KEPT and name not in self.objects:
-                self.objects = {name: size, **self.objects}
+                self.objects[name] = size
         needed = plan.shortfall + plan.excess
         missing = 0 if freed >= needed else min(plan.shortfall, needed - freed)
         self.total -= freed - (plan.shortfall - missing)
@@ -108,8 +108,11 @@ class ObjectIndexOracle:
             size = self.objects.pop(name, 0)
             self.total -= size if counted else 0
 
-    def set_aside(self, ids: list[bytes]) -> None:
-        self.aside += [(name, self.objects.pop(name)) for name in ids if name in self.objects]
+    def set_aside(self, ids: list[bytes], size: int) -> None:
+        for name in ids:
+            if name in self.objects:
+                self.total += size - self.objects.pop(name)
+                self.aside.append((name, size))
 
     def _granted(self, plan: Plan) -> int:
         return sum(size for size, what in zip(plan.sizes, plan.admission, strict=True) if what == GRANTED)

@@ -81,7 +81,7 @@ def test_forget_leaves_what_came_after_the_moment() -> None:
     fill(index, np.ascontiguousarray(ids[1:]))
     index.forget(ids, ones(2), counted=True, as_of=moment)
     assert index.contains(ids).tolist() == [False, True]
-    index.set_aside(ids, ones(2), as_of=moment)
+    index.set_aside(ids, sizes(2), ones(2), as_of=moment)
     assert index.contains(ids).tolist() == [False, True]
     assert index.usage().total_bytes == 100
 
