@@ -141,6 +141,11 @@ class EngineLoop:
         return 0.0 if began_s is None else self._clock() - began_s
 
     @property
+    def num_running(self) -> int:
+        """Requests being computed, as of now or of the step under way."""
+        return len(self._scheduler.running)
+
+    @property
     def is_alive(self) -> bool:
         """The thread runs."""
         return self._thread.is_alive() and self.fatal is None

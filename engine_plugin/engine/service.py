@@ -148,13 +148,18 @@ class EngineService:
 
     async def start(self, tasks: Sequence[Task]) -> list[Generation]:
         """Submit all of the tasks, or none. Raises BadRequest, Overloaded, EngineStopped."""
-        if self._max_queued is not None and len(self._generations) + len(tasks) > self._max_queued:
-            raise Overloaded(f"the queue is full: {len(self._generations)} requests, at most {self._max_queued}")
+        if self._max_queued is not None and self.num_waiting + len(tasks) > self._max_queued:
+            raise Overloaded(f"the queue is full: {self.num_waiting} requests wait, at most {self._max_queued} may")
         arrived_s = self._clock()
         encoded = [await self._encode(task.prompt) for task in tasks]
         requests = [self._request(task, ids, arrived_s) for task, ids in zip(tasks, encoded, strict=True)]
         self._claim([request.rid for request in requests])
         return [self._submit(request) for request in requests]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests under way that the engine does not compute yet."""
+        return len(self._generations) - self.engine.num_running
 
     def abort(self, rid: str | None) -> None:
         """End the request of that id, or every one."""

@@ -61,10 +61,7 @@ class Bench:
         """Compute tokens [start, n) in chunks that end at `cuts` and at n; [0, start) is in the table's pages."""
         table = self.pages(len(tokens)) if table is None else table
         bounds = [start, *sorted(set(cuts)), len(tokens)]
-        logits = {
-            end: self.forward((tokens[begin:end], begin, table))[0]
-            for begin, end in pairwise(bounds)
-        }
+        logits = {end: self.forward((tokens[begin:end], begin, table))[0] for begin, end in pairwise(bounds)}
         return Run(logits, self.kv(table, len(tokens)))
 
     def kv(self, table: I32, num_tokens: int) -> np.ndarray:

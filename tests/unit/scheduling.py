@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +14,9 @@ from engine_plugin.engine.scheduler import Limits, Scheduler
 from engine_plugin.hicache.base import CacheHandle, LayerGate, LoadFailed, OpenGate, PrefixCache
 from engine_plugin.hicache.no_cache import NoCache
 from tests.oracles.token_model import TokenModel, new_planes
+
+HANG_S = 60.0
+"""How long a test waits for something that must come; reached only by a bug."""
 
 
 class FakeClock:
@@ -82,6 +87,22 @@ class ScriptedCache(NoCache):
         return self.is_idle
 
 
+def wait_for_event(cache: PrefixCache) -> None:
+    """Sleep until the cache has something to take in, or a deadline of its clock passes."""
+    fd, deadline_s = cache.fileno(), cache.next_deadline_s()
+    assert fd is not None, "this cache has no events to wait for"
+    timeout_s = HANG_S if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+    readable, _, _ = select.select([fd], [], [], timeout_s)
+    assert readable or deadline_s is not None, "the event that must come did not"
+
+
+def settle(cache: PrefixCache) -> None:
+    """Take in transfers until none is in flight."""
+    while not cache.idle():
+        if not cache.poll() and not cache.idle():
+            wait_for_event(cache)
+
+
 def decode(ids: Sequence[int]) -> str:
     """Each token is one letter: enough to write stop strings."""
     return "".join(chr(ord("a") + token % 26) for token in ids)
@@ -144,9 +165,13 @@ class Engine:
         return worked
 
     def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing moves, waiting for the cache's transfers while requests need them."""
         for _ in range(max_steps):
-            if not self.step():
+            if self.step():
+                continue
+            if not self.scheduler.has_requests or self.cache.fileno() is None:
                 return
+            wait_for_event(self.cache)
         raise AssertionError(f"still working after {max_steps} steps")
 
     def assert_empty(self) -> None:

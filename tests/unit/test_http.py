@@ -120,16 +120,21 @@ def test_a_rid_under_way_cannot_be_used_again_until_it_ended() -> None:
     run(test)
 
 
-def test_more_than_the_queue_holds_is_refused_with_503() -> None:
+def test_more_waiting_requests_than_allowed_are_refused_with_503() -> None:
     async def test(server: Server) -> None:
         server.model.may_run.clear()
-        first = asyncio.create_task(server.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 1}))
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        first = asyncio.create_task(server.generate(**body))
         await server.until(server.model.has_begun)
-        assert "the queue is full" in await server.refused({"input_ids": PROMPT}, status_code=503)
+        second = asyncio.create_task(server.generate(**body))  # waits: one runs, and one may wait
+        while server.service.num_waiting == 0:
+            await asyncio.sleep(0)
+        assert "the queue is full: 1 requests wait" in await server.refused(body, status_code=503)
         server.model.may_run.set()
-        await first
+        await asyncio.gather(first, second)
+        await server.generate(**body)
 
-    run(test, max_queued=1)
+    run(test, max_queued=1, max_running=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
