@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_RESERVE_BYTES = 2 << 30
-_UNLIMITED_BYTES = 1 << 60  # v1 writes a huge number where v2 writes "max"
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def _limits_upwards(root: Path, path: str, limit: str, usage: str, reclaimable: 
     folder = root / path.lstrip("/")
     for group in (folder, *folder.parents):
         limit_bytes, used_bytes = _number(group / limit), _number(group / usage)
-        if limit_bytes is not None and used_bytes is not None and limit_bytes < _UNLIMITED_BYTES:
+        if limit_bytes is not None and used_bytes is not None:  # v1 writes a huge number where v2 writes "max"
             cached_bytes = _fields(group / "memory.stat").get(reclaimable, 0)
             yield max(0, limit_bytes - used_bytes + cached_bytes), f"{group / limit}"
         if group == root:

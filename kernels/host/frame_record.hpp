@@ -80,12 +80,11 @@ inline KeyWords load_key(const FrameRecord& record) {
             load_relaxed(record.key[3])};
 }
 
-// R1 with the key read under R3 and R4: the generation, or 0 where the frame is not readable or `expected` is not its
-// key.
+// R1 with a look at the key: the generation, or 0 where the frame is not readable or `expected` is not its key. A key
+// that is newer than the generation does no harm: R4 of the read that follows finds the generation gone.
 inline uint64_t snapshot_record(const FrameRecord& record, const KeyWords& expected) {
     const uint64_t generation = load_generation(record);
-    if (!is_readable(generation) || load_key(record) != expected) return 0;
-    return is_unchanged(record, generation) ? generation : 0;
+    return is_readable(generation) && load_key(record) == expected ? generation : 0;
 }
 
 }  // namespace cachesvc

@@ -148,6 +148,17 @@ def test_a_new_region_never_inherits_a_removed_ones_places() -> None:
         index.check()
 
 
+def test_a_slot_number_is_not_given_again_while_its_places_are_in_the_table() -> None:
+    index, roomy = PageIndex(), region_with(1, 2, num_frames=100)
+    retired = index.add_region(roomy)
+    index.publish(retired, frame_list(0, 1))
+    index.remove_region(retired)
+    slot = index.add_region(region_with(1, 2))  # fits beside what is left of the other: no rebuild
+    assert slot != retired
+    assert places(index, 1, 2) == [MISS, MISS]
+    index.check()
+
+
 def test_regions_that_come_and_go_do_not_grow_the_index() -> None:
     index = PageIndex()
     keys, frames = random_keys(500), np.arange(500, dtype=np.int32)
