@@ -98,9 +98,9 @@ class EngineLoop:
         """Queue a request whose lengths were checked against the scheduler's limits. Raises EngineStopped."""
         self._command(lambda: self._add(request), lambda: self._refuse(request, "the server is shutting down", 503))
 
-    def abort(self, wanted: Callable[[Request], bool], message: str) -> None:
+    def abort(self, wanted: Callable[[Request], bool], message: str, status_code: int | None = None) -> None:
         """End the requests that are `wanted`, before anything new is computed. Raises EngineStopped."""
-        self.ask(lambda scheduler: scheduler.abort(wanted, message))
+        self.ask(lambda scheduler: scheduler.abort(wanted, message, status_code))
 
     def flush(self, timeout_s: float) -> Future[FlushResult]:
         """Empty device and host tiers as soon as nothing stands in the way, giving up after `timeout_s`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -83,7 +83,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class CompletionCall:
+    """A checked body."""
+
     tasks: list[Task]
     stream: bool
     include_usage: bool
@@ -142,22 +144,16 @@ class OpenAIRoutes:
 
     async def completions(self, request: Request) -> Response:
         """Continue one prompt, or each of a list."""
-        raw = Fields(parse_json(await read_body(request)))
-        raw.only(COMMON_FIELDS | {"prompt"}, NEUTRAL)
-        max_tokens = raw.integer("max_tokens", COMPLETION_TOKENS, least=0)
-        return await self._answer(request, _call(raw, _prompts(raw), max_tokens), COMPLETION)
+        call = parse_completion(parse_json(await read_body(request)))
+        return await self._answer(request, call, COMPLETION)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer the last message of a conversation."""
-        raw = Fields(parse_json(await read_body(request)))
-        raw.only(COMMON_FIELDS | {"messages", "max_completion_tokens"}, NEUTRAL)
-        max_tokens = raw.integer("max_completion_tokens", None, least=0)
-        if max_tokens is None:
-            max_tokens = raw.integer("max_tokens", None, least=0)
-        prompt = await self._service.chat_prompt(_messages(raw))
-        return await self._answer(request, _call(raw, [prompt], max_tokens), CHAT)
+        messages, call_of = parse_chat(parse_json(await read_body(request)))
+        prompt = await self._service.chat_prompt(messages)
+        return await self._answer(request, call_of(prompt), CHAT)
 
-    async def _answer(self, request: Request, call: _Call, shape: _Shape) -> Response:
+    async def _answer(self, request: Request, call: CompletionCall, shape: _Shape) -> Response:
         generations = await self._service.start(call.tasks)
         head: dict[str, object] = {
             "id": shape.id_prefix + uuid.uuid4().hex,
@@ -214,13 +210,32 @@ def _finish(generation: Generation) -> str | None:
     return None if generation.finish is None else generation.finish.type
 
 
-def _call(raw: Fields, prompts: list[Prompt], max_tokens: int | None) -> _Call:
+def parse_completion(body: object) -> CompletionCall:
+    """A body of /v1/completions. Raises BadRequest."""
+    raw = Fields(body)
+    raw.only(COMMON_FIELDS | {"prompt"}, NEUTRAL)
+    return _call(raw, _prompts(raw), raw.integer("max_tokens", COMPLETION_TOKENS, least=0))
+
+
+def parse_chat(body: object) -> tuple[list[ChatMessage], Callable[[Prompt], CompletionCall]]:
+    """A body of /v1/chat/completions: the messages, and the call once they are a prompt. Raises BadRequest."""
+    raw = Fields(body)
+    raw.only(COMMON_FIELDS | {"messages", "max_completion_tokens"}, NEUTRAL)
+    max_tokens = raw.integer("max_completion_tokens", None, least=0)
+    if max_tokens is None:
+        max_tokens = raw.integer("max_tokens", None, least=0)
+    call = _call(raw, [Prompt("", None)], max_tokens)
+    task = call.tasks[0]
+    return _messages(raw), lambda prompt: replace(call, tasks=[replace(task, prompt=prompt)])
+
+
+def _call(raw: Fields, prompts: list[Prompt], max_tokens: int | None) -> CompletionCall:
     rid = raw.string("rid")
     rids = [rid if rid is None or len(prompts) == 1 else f"{rid}_{number}" for number in range(len(prompts))]
     params, scope = _sampling(raw, max_tokens), scope_of(raw)
     options = Fields({} if raw.get("stream_options") is None else raw.get("stream_options"), "stream_options")
     options.only({"include_usage"}, {"continuous_usage_stats": (False,)})
-    return _Call(
+    return CompletionCall(
         [Task(rid, prompt, params, max_tokens, scope) for rid, prompt in zip(rids, prompts, strict=True)],
         stream=raw.boolean("stream", False),
         include_usage=options.boolean("include_usage", False),

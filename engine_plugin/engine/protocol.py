@@ -16,6 +16,10 @@ from engine_plugin.hicache.base import NO_SCOPE
 
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+"""Characters; the work per token grows with it."""
+
+MAX_RID_LENGTH = 512
 MAX_SEED = 2**63
 UNLIMITED_TOKENS = 2**31
 """As many output tokens as there is room for."""
@@ -143,8 +147,8 @@ def stop_strings(raw: Fields) -> tuple[str, ...]:
     stop = [value] if isinstance(value, str) else value
     if stop is None:
         return ()
-    if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in stop):
-        raw.fail("stop", f"a non-empty string or a list of at most {MAX_STOP_STRINGS} of them")
+    if not isinstance(stop, list) or len(stop) > MAX_STOP_STRINGS or not all(map(_is_stop_string, stop)):
+        raw.fail("stop", f"a string of 1 to {MAX_STOP_LENGTH} characters or a list of at most {MAX_STOP_STRINGS}")
     return tuple(stop)
 
 
@@ -156,6 +160,10 @@ def token_ids(value: object, name: str) -> NDArray[np.uint32]:
         bad = next(one for one in value if not 0 <= one < 2**32)
         raise BadRequest(f"{name} has {bad}: token ids are in [0, vocabulary size)")
     return np.array(value, np.uint32)
+
+
+def _is_stop_string(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_STOP_LENGTH
 
 
 def _prompts(raw: Fields) -> tuple[list[Prompt], bool]:
@@ -201,8 +209,8 @@ def _per_prompt(raw: Fields, name: str, count: int, is_batch: bool) -> list[obje
 
 def _rids(raw: Fields, count: int, is_batch: bool) -> list[str | None]:
     given = _per_prompt(raw, "rid", count, is_batch)
-    if not all(one is None or (isinstance(one, str) and one) for one in given):
-        raw.fail("rid", "a non-empty string or a list of them")
+    if not all(one is None or (isinstance(one, str) and 0 < len(one) <= MAX_RID_LENGTH) for one in given):
+        raw.fail("rid", f"a string of 1 to {MAX_RID_LENGTH} characters or a list of them")
     rids = [one if isinstance(one, str) else None for one in given]
     if is_batch and isinstance(raw.get("rid"), str):
         return [f"{rid}_{number}" for number, rid in enumerate(rids)]

@@ -1,9 +1,10 @@
 """The process around the application: its socket, its signals, its end.
 
 DESIGN. The main thread runs the event loop, the engine has its own thread. SIGTERM or SIGINT: no new connections;
-requests under way get half of the drain time, then they are ended; the cache gets the rest to write out what waits. The
-exit status is 0 then, also when pages were lost to the bound, and their number is reported. A second signal ends the
-waiting for requests. If the engine dies the server ends too, with status 1.
+requests under way get half of the drain time, then the engine ends them and their clients are told; the cache gets the
+rest of the time, at least the other half, to write out what waits. The exit status is 0 then, also when pages were lost
+to the bound, and their number is reported. A second signal ends the waiting for requests. If the engine dies the server
+ends too, with status 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from engine_plugin.engine.scheduler import Scheduler
 from engine_plugin.engine.service import EngineService
 
 log = logging.getLogger(__name__)
+
+LAST_STEP_S = 5.0
+"""How long the step that is under way when requests are ended may take; beyond it connections are cut."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -66,14 +70,31 @@ class Stop:
 class QuietServer(uvicorn.Server):
     """uvicorn that says when it answers, and leaves signals to `Stop` (its own handling ends by the signal itself)."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        *,
+        on_ready: Callable[[], None],
+        patience_s: float,
+        end_requests: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._patience_s = patience_s
+        self._end_requests = end_requests
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the requests under way, and end them when patience is over."""
+        ending = asyncio.get_running_loop().call_later(self._patience_s, self._end_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -122,9 +143,14 @@ def serve(
         lifespan="off",
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=max(1, math.ceil(drain_s / 2)),
+        timeout_graceful_shutdown=math.ceil(drain_s / 2 + LAST_STEP_S),
     )
-    server = QuietServer(config, lambda: on_ready(url_of(bound)))
+    server = QuietServer(
+        config,
+        on_ready=lambda: on_ready(url_of(bound)),
+        patience_s=drain_s / 2,
+        end_requests=lambda: service.end_all("the server is shutting down"),
+    )
 
     def end() -> None:
         server.should_exit = True

@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from engine_plugin.engine.detokenizer import CONTEXT_TOKENS, NoText, TextStream
 from engine_plugin.engine.json_fields import BadRequest
-from engine_plugin.engine.loop import EngineLoop
+from engine_plugin.engine.loop import EngineLoop, EngineStopped
 from engine_plugin.engine.metrics import EngineMetrics
 from engine_plugin.engine.protocol import Prompt, Task
 from engine_plugin.engine.request import FinishReason, OutputText, Progress, Request, SamplingParams
@@ -164,6 +165,11 @@ class EngineService:
     def abort(self, rid: str | None) -> None:
         """End the request of that id, or every one."""
         self.engine.abort(lambda request: rid is None or request.rid == rid, "aborted by the client")
+
+    def end_all(self, message: str) -> None:
+        """End every request; their clients get status 503 or, in a stream, an abort with the message."""
+        with suppress(EngineStopped):
+            self.engine.abort(lambda request: True, message, 503)
 
     async def chat_prompt(self, messages: Sequence[ChatMessage]) -> Prompt:
         """The tokens of a conversation. Raises BadRequest for one that the model's template refuses."""

@@ -7,8 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine_plugin.engine import http
+from engine_plugin.engine.json_fields import BadRequest
+from engine_plugin.engine.openai import parse_chat, parse_completion
+from engine_plugin.engine.protocol import parse_generate
 from tests.oracles.token_model import VOCAB, expected_output
 from tests.unit.serving import PROMPT, Server, run
 
@@ -43,40 +48,27 @@ BAD_BODIES: list[tuple[object, str]] = [
     ({"input_ids": [1], "sampling_params": 3}, "sampling_params must be a JSON object, got a number"),
     ({"input_ids": [1], "sampling_params": [{}]}, "sampling_params has 1 entries for 1 prompt(s), no batch"),
     ({"input_ids": [[1], [2]], "sampling_params": [{}]}, "sampling_params has 1 entries for 2 prompt(s)"),
-    (
-        {"input_ids": [1], "sampling_params": {"max_new_tokens": -1}},
-        "max_new_tokens must be a whole number of at least 0",
-    ),
-    (
-        {"input_ids": [1], "sampling_params": {"max_new_tokens": "5"}},
-        'max_new_tokens must be a whole number of at least 0, got "5"',
-    ),
+    (sampling(max_new_tokens=-1), "max_new_tokens must be a whole number of at least 0"),
+    (sampling(max_new_tokens="5"), 'max_new_tokens must be a whole number of at least 0, got "5"'),
     (sampling(max_new_tokens=True), "max_new_tokens must be a whole number"),
-    (
-        {"input_ids": [1], "sampling_params": {"max_new_tokens": 100}},
-        "after a prompt of 1 tokens at most 99 fit into 100",
-    ),
-    (
-        {"input_ids": [1], "sampling_params": {"temperature": -0.5}},
-        "temperature must be a number of at least 0, got -0.5",
-    ),
+    (sampling(max_new_tokens=100), "after a prompt of 1 tokens at most 99 fit into 100"),
+    (sampling(temperature=-0.5), "temperature must be a number of at least 0, got -0.5"),
     (sampling(top_p=0), "top_p must be a number in (0, 1], got 0"),
     (sampling(top_p=1e999), "not JSON"),
     (sampling(top_k=0), "top_k must be a whole number of at least 1, or -1"),
-    (sampling(stop=[""]), "stop must be a non-empty string"),
+    (sampling(stop=[""]), "stop must be a string of 1 to 1024 characters"),
+    (sampling(stop="x" * 1025), "stop must be a string of 1 to 1024 characters"),
+    ({"input_ids": [1], "rid": "x" * 513}, "rid must be a string of 1 to 512 characters"),
     (sampling(stop=["x"] * 17), "a list of at most 16"),
     (sampling(stop_token_ids=[-4]), "sampling_params.stop_token_ids has -4"),
     (sampling(seed=2**64), "seed must be a whole number of at least 0"),
     (sampling(ignore_eos=1), "ignore_eos must be true or false, got 1"),
-    (
-        {"input_ids": [1], "sampling_params": {"max_new_token": 1}},
-        "unknown field sampling_params.max_new_token (did you mean max_new_tokens?)",
-    ),
+    (sampling(max_new_token=1), "unknown field sampling_params.max_new_token (did you mean max_new_tokens?)"),
     (sampling(n=2), "sampling_params.n is not supported, got 2"),
     ({"input_ids": [1], "return_logprob": True}, "return_logprob is not supported, got true"),
     ({"input_ids": [1], "strem": True}, "unknown field strem (did you mean stream?)"),
     ({"input_ids": [1], "stream": "yes"}, 'stream must be true or false, got "yes"'),
-    ({"input_ids": [1], "rid": 5}, "rid must be a non-empty string"),
+    ({"input_ids": [1], "rid": 5}, "rid must be a string of 1 to 512 characters"),
     ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "rid 'a' is in use"),
     ({"input_ids": [1], "cache_salt": 5}, "cache_salt must be a string, got 5"),
 ]
@@ -121,3 +113,26 @@ def test_an_endless_body_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch)
         assert num_sent < 4000
 
     run(test)
+
+
+FIELD_NAMES = sorted(
+    {"text", "input_ids", "sampling_params", "stream", "rid", "cache_salt", "extra_key", "return_logprob"}
+    | {"prompt", "messages", "role", "content", "type", "max_tokens", "stop", "n", "tools", "stream_options"}
+    | {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed", "ignore_eos", "include_usage"}
+)
+LEAVES = st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=3) | st.just("text")
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELD_NAMES), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELD_NAMES), VALUES, max_size=5))
+def test_any_json_is_taken_or_refused_with_a_reason(body: dict[str, object]) -> None:
+    for parse in (parse_generate, parse_completion, parse_chat):
+        try:
+            parse(body)
+        except BadRequest as error:
+            assert str(error)
