@@ -216,6 +216,10 @@ class StorageBackend(ABC):
         del timeout_s
         return True
 
+    def place(self) -> str:
+        """Where the objects are, for a person: a path, a URL. Empty where there is nothing to say."""
+        return ""
+
     @abstractmethod
     def usage(self) -> Usage:
         """Now; no I/O."""

@@ -66,6 +66,7 @@ class FileBackend(StorageBackend):
 
     def __init__(self, config: FileConfig, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._clock_ns = clock_ns
+        self._path = config.path
         self._calls = InFlight("file")
         # Held from a rename to its entry in the index and over a deletion: whoever deletes finds both or neither.
         self._naming = threading.Lock()
@@ -187,6 +188,9 @@ class FileBackend(StorageBackend):
                 found = self._files.scan(begin, begin + _SHARDS_A_BATCH)
             if len(found.ids):
                 yield ScanBatch(found.ids, found.num_bytes, found.modified_ns)
+
+    def place(self) -> str:
+        return str(self._path)
 
     def usage(self) -> Usage:
         with self._calls.call():

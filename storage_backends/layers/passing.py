@@ -52,6 +52,9 @@ class PassingLayer(StorageBackend):
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         return self.inner.wait_ready(timeout_s)
 
+    def place(self) -> str:
+        return self.inner.place()
+
     def usage(self) -> Usage:
         return self.inner.usage()
 

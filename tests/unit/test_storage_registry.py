@@ -33,6 +33,7 @@ class TestOpening:
             open_backend("file", {"path": str(tmp_path), "capacity_bytes": "1 MiB"}),
         ]
         assert [type(backend) for backend in opened] == [MemoryBackend, FileBackend]
+        assert [backend.place() for backend in opened] == ["", str(tmp_path)]
         for backend in opened:
             assert backend.usage().capacity_bytes == 2**20
             assert backend.capabilities().name in known_backends()
