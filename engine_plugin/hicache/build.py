@@ -1,0 +1,87 @@
+"""From a configuration to a cache, with everything below it."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from cachekernels.tree import RadixTree
+
+from cachesvc.client.base import AttachRequest
+from cachesvc.client.inprocess import InProcessClient
+from cachesvc.clock import Clock
+from cachesvc.identity import Identity
+from cachesvc.node.node import Node
+from cachesvc.node.tiers import Tier
+from engine_plugin.hicache.base import PrefixCache
+from engine_plugin.hicache.config import CacheConfig, CacheMode
+from engine_plugin.hicache.controller import HybridCacheController, LowerTiers
+from engine_plugin.hicache.no_cache import NoCache
+from engine_plugin.hicache.policies import WRITE_RULES
+from engine_plugin.hicache.radix_cache import NEVER, RadixCache
+from engine_plugin.memory.transfer import RegionTransfer
+from storage_backends.registry import open_backend
+
+if TYPE_CHECKING:
+    from engine_plugin.memory.pools import KVPool
+
+log = logging.getLogger(__name__)
+
+GROUP = "engine"
+"""The name under which an engine attaches to the node it has for itself."""
+
+
+def build_cache(config: CacheConfig, pool: KVPool, identity: Identity, clock: Clock) -> PrefixCache:
+    """The cache that `config` describes over `pool`, whose pages `identity` names. Its `shutdown` ends all it started.
+
+    Blocks while host memory is cleared and storage is opened. Raises ValueError where the configuration and the pool
+    do not fit, StorageConfigError from the backend, AttachRefused (with need, have and reserve) when the host memory
+    is not there.
+    """
+    if config.page_size != pool.page_size or config.page_size != identity.page_size:
+        raise ValueError(
+            f"page sizes differ: {config.page_size} configured, {pool.page_size} in the pool, "
+            f"{identity.page_size} in the identity"
+        )
+    match config.mode:
+        case CacheMode.NONE:
+            return NoCache(pool.num_pages, config.page_size)
+        case CacheMode.RADIX:
+            return _device_only(config, pool, identity)
+        case CacheMode.HIERARCHICAL:
+            return _hierarchical(config, pool, identity, clock)
+
+
+def _device_only(config: CacheConfig, pool: KVPool, identity: Identity) -> RadixCache:
+    tree = RadixTree(config.page_size, identity.namespace(), write_threshold=NEVER)
+    return RadixCache(tree, pool.num_pages, config.page_size)
+
+
+def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: Clock) -> RadixCache:
+    """A node for this engine alone, and the controller above it."""
+    tiers = []
+    if config.storage_backend is not None:
+        tiers.append(Tier(config.storage_backend, open_backend(config.storage_backend, config.storage_config)))
+    node = Node(tiers, clock=clock)
+    client = InProcessClient(node)
+    try:
+        attachment = client.attach(AttachRequest(identity, GROUP, config.num_host_frames, identity.page_bytes()))
+        if not attachment.enabled:
+            log.warning("only the device caches: %s", attachment.warning)
+            node.close()
+            return _device_only(config, pool, identity)
+        transfer = RegionTransfer(pool.layout(), pool, attachment.region)
+    except BaseException:
+        node.close()
+        raise
+
+    def close() -> None:
+        client.detach()
+        node.close()
+
+    rule = WRITE_RULES[config.write_policy]
+    tree = RadixTree(
+        config.page_size, attachment.namespace, write_threshold=rule.threshold, write_back=not rule.on_insert
+    )
+    lower = LowerTiers(client, config.num_host_frames, transfer, has_storage=bool(tiers), close=close)
+    return HybridCacheController(tree, pool.num_pages, config, lower, clock)
