@@ -3,48 +3,97 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from engine_plugin.hicache.base import NO_SCOPE, CloseReason, PrefixCache
-from engine_plugin.hicache.no_cache import NoCache
-from tests.oracles.token_model import TokenModel, expected_output, new_planes, slot_numbers
-from tests.unit.scheduling import Engine
+from cachesvc.clock import SystemClock
+from cachesvc.identity import Identity
+from engine_plugin.hicache.base import NO_SCOPE, CacheHandle, CloseReason, PrefixCache
+from engine_plugin.hicache.build import build_cache
+from engine_plugin.hicache.config import CacheConfig, CacheMode, PrefetchPolicy, WritePolicy
+from engine_plugin.memory.pools import KVPool, KVShape
+from tests.oracles.token_model import NUM_LAYERS, TokenModel, expected_output, slot_numbers
+from tests.unit.scheduling import Engine, settle, wait_for_event
 
 NUM_PAGES = 24
 PAGE_SIZE = 4
 OTHER_SCOPE = bytes([1]) * 32
+WRITTEN_WHEN_REUSED = WritePolicy.WRITE_THROUGH_SELECTIVE
 
 
 @dataclass
 class Subject:
-    """A cache under test with the model that computes on its pages. `reuses`: prefixes are found again."""
+    """A cache under test, the model that computes on its pages, and what it was built from."""
 
     cache: PrefixCache
     model: TokenModel
-    reuses: bool
+    config: CacheConfig
+
+    @property
+    def reuses(self) -> bool:
+        """Prefixes are found again."""
+        return self.config.mode is not CacheMode.NONE
+
+    @property
+    def keeps_below(self) -> bool:
+        """Whatever the device gives up fits into the host, from its first use on."""
+        return self.config.num_host_frames > NUM_PAGES and self.config.write_policy is not WRITTEN_WHEN_REUSED
 
     def engine(self, **options: int) -> Engine:
         return Engine(self.cache, num_pages=NUM_PAGES, model=self.model, **options)  # type: ignore[arg-type]
 
 
-def no_cache() -> Subject:
-    return Subject(
-        NoCache(NUM_PAGES, PAGE_SIZE), TokenModel(new_planes(NUM_PAGES * PAGE_SIZE), PAGE_SIZE), reuses=False
-    )
+SHAPE = KVShape(num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=4, dtype=torch.bfloat16)  # a row is one uint64
+IDENTITY = Identity(
+    model_id="token-model",
+    weights_digest="none",
+    config_digest="none",
+    dtype="bfloat16",
+    page_size=PAGE_SIZE,
+    num_layers=NUM_LAYERS,
+    num_kv_heads=1,
+    head_dim=4,
+)
 
 
-MAKERS: dict[str, Callable[[], Subject]] = {"no_cache": no_cache}
+def build(mode: CacheMode, **options: Any) -> Subject:
+    """The cache of a configuration over a real pool, whose rows the model reads and writes."""
+    pool = KVPool(SHAPE, NUM_PAGES, PAGE_SIZE)
+    sides = [side for pair in zip(pool.k, pool.v, strict=True) for side in pair]
+    planes = [side.view(torch.int64).numpy().reshape(-1).view(np.uint64) for side in sides]
+    config = CacheConfig(mode, PAGE_SIZE, prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, **options)
+    cache = build_cache(config, pool, IDENTITY, SystemClock())
+    return Subject(cache, TokenModel(planes, PAGE_SIZE), config)
 
 
-@pytest.fixture(params=list(MAKERS))
+TIERS: dict[str, Any] = {
+    "mode": CacheMode.HIERARCHICAL,
+    "load_back_threshold_tokens": 1,
+    "prefetch_threshold_tokens": 4,
+}
+SUBJECTS: dict[str, dict[str, Any]] = {
+    "none": {"mode": CacheMode.NONE},
+    "radix": {"mode": CacheMode.RADIX},
+    "host": {**TIERS, "num_host_frames": 48},
+    "host_selective": {**TIERS, "num_host_frames": 48, "write_policy": WritePolicy.WRITE_THROUGH_SELECTIVE},
+    "host_write_back": {**TIERS, "num_host_frames": 48, "write_policy": WritePolicy.WRITE_BACK},
+    "small_host": {**TIERS, "num_host_frames": 5},
+    "storage": {**TIERS, "num_host_frames": 48, "storage_backend": "memory"},
+    "small_host_storage": {**TIERS, "num_host_frames": 8, "storage_backend": "memory"},
+}
+
+
+@pytest.fixture(params=list(SUBJECTS))
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    made = MAKERS[request.param]()
+    made = build(**SUBJECTS[request.param])
     yield made
     made.cache.check()
+    settle(made.cache)
     assert made.cache.flush().ok
     counters = made.cache.counters()
     assert counters["device_pages_free"] == counters["device_pages"] == NUM_PAGES
@@ -54,6 +103,12 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 def prompt(length: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(900) for _ in range(length)]
+
+
+def until_ready(cache: PrefixCache, handle: CacheHandle) -> None:
+    while not cache.ready(handle):
+        wait_for_event(cache)
+        cache.poll()
 
 
 def array(tokens: list[int]) -> np.ndarray:
@@ -82,7 +137,7 @@ def test_a_request_id_is_open_once(subject: Subject) -> None:
 def test_admission_holds_the_pages_of_its_tokens(subject: Subject) -> None:
     cache = subject.cache
     handle = cache.open(1, array(prompt(9)), NO_SCOPE, max_cached_tokens=8)
-    assert cache.ready(handle)
+    until_ready(cache, handle)
     assert cache.admit(handle, 9)
     assert (handle.num_tokens, len(handle.page_table), handle.page_table.dtype) == (9, 3, np.int32)
     assert len(set(handle.page_table.tolist())) == 3
@@ -224,6 +279,36 @@ def test_more_than_the_pool_holds_goes_through_it(subject: Subject) -> None:
         assert run.tokens[rid] == expected_output(prompt(20 + seed, seed), 4)
 
 
+def test_what_the_device_gave_up_comes_back_from_below(subject: Subject) -> None:
+    run = subject.engine()
+    tokens = prompt(40)
+    run.add(tokens, 2)
+    run.run()
+    settle(subject.cache)
+    run.add(prompt(94, 1), 2)  # takes all of the device
+    run.run()
+    again = run.add(tokens, 4)
+    run.run()
+    assert run.tokens["r2"] == expected_output(tokens, 4)
+    if subject.keeps_below:
+        assert (again.cached.host, again.cached.total) == (36, 36)
+
+
+def test_storage_outlives_a_flush(subject: Subject) -> None:
+    run = subject.engine()
+    tokens = prompt(40)
+    run.add(tokens, 2)
+    run.run()
+    settle(subject.cache)
+    assert subject.cache.flush().ok
+    again = run.add(tokens, 4)
+    run.run()
+    assert run.tokens["r1"] == expected_output(tokens, 4)
+    is_stored = subject.config.storage_backend is not None
+    if subject.keeps_below or not is_stored:
+        assert again.cached.by_source() == {"device": 0, "host": 0, "storage": 36 if is_stored else 0}
+
+
 def test_flush_names_who_is_in_the_way_and_then_forgets_everything(subject: Subject) -> None:
     cache, tokens = subject.cache, array(prompt(16))
     handle = cache.open(1, tokens, NO_SCOPE, max_cached_tokens=15)
@@ -231,8 +316,9 @@ def test_flush_names_who_is_in_the_way_and_then_forgets_everything(subject: Subj
     cache.commit(handle, tokens, done_prompt=True)
     refused = cache.flush()
     assert not refused.ok
-    assert refused.pending == {"requests": 1}
+    assert refused.pending["requests"] == 1
     cache.close(handle, tokens, CloseReason.FINISHED)
+    settle(cache)
     assert cache.flush().ok
     again = cache.open(2, tokens, NO_SCOPE, max_cached_tokens=15)
     assert cache.admit(again, 16)

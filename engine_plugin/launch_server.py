@@ -1,0 +1,241 @@
+"""Flags to a running server: model, pool, cache, engine, HTTP.
+
+Started as `cachesvc engine` or `python -m engine_plugin.launch_server`.
+
+The exit status is 0 after SIGTERM, 2 for wrong flags, 1 for what only shows on this machine: a model that is not there,
+memory that does not suffice, an address in use. Errors are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import torch
+from cachekernels.region import RegionError
+from cachekernels.system_memory import available_memory
+
+from cachesvc.client.base import AttachRefused
+from cachesvc.clock import SystemClock
+from cachesvc.identity import Identity
+from engine_plugin.engine.args import EngineArgs, parse_args
+from engine_plugin.engine.http import ServerInfo, build_app
+from engine_plugin.engine.loading import LoadedModel, kv_dtype, load_model
+from engine_plugin.engine.metrics import add_engine_gauges
+from engine_plugin.engine.openai import OpenAIRoutes
+from engine_plugin.engine.runner import ModelRunner
+from engine_plugin.engine.sampler import Sampler
+from engine_plugin.engine.scheduler import Limits, Scheduler
+from engine_plugin.engine.server import Stop, bind, serve
+from engine_plugin.engine.service import EngineService, Vocabulary
+from engine_plugin.hicache.base import PrefixCache
+from engine_plugin.hicache.build import build_cache
+from engine_plugin.hicache.config import CacheConfig
+from engine_plugin.memory.pools import KV_DTYPES, KVPool
+from storage_backends.errors import StorageError
+
+DEFAULT_POOL_CONTEXTS = 4
+"""Without --max-total-tokens the device pool holds so many whole contexts, in at most a quarter of the free memory."""
+
+LAYOUT_VERSION = "cachesvc-engine/1"
+"""Changes when this engine lays out KV differently: stored pages of another version are not found then."""
+
+FRAME_ALIGNMENT = 4096
+GIB = 2**30
+
+
+class StartupError(RuntimeError):
+    """The flags are right, but it cannot work here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the flags became. `cache` must be shut down."""
+
+    args: EngineArgs
+    loaded: LoadedModel
+    pool: KVPool
+    cache: PrefixCache
+    limits: Limits
+    scheduler: Scheduler
+
+
+def command(argv: Sequence[str]) -> int:
+    """Serve until stopped; returns the exit status."""
+    try:
+        args = parse_args(argv)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    _log_to_stderr(args.log_level.upper())
+    stop = Stop()
+    try:
+        with stop.installed(), closing(bind(args.host, args.port)) as bound:
+            engine = compose(args)
+            print("\n".join(summary(engine)), flush=True)
+            return _serve(engine, bound, stop)
+    except (ValueError, OSError, StartupError, RegionError, StorageError) as error:
+        print(f"cachesvc engine: error: {error}", file=sys.stderr)
+        return 1
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if level == "INFO":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces what is printed here already
+
+
+def compose(args: EngineArgs) -> Engine:
+    """Load the model and build everything up to the scheduler. Blocks for seconds.
+
+    Raises ValueError, OSError, StartupError, RegionError or StorageError with a message for the operator.
+    """
+    path = {} if args.model_path is None else {"path": args.model_path}
+    loaded = load_model(**path, dtype=args.dtype, deterministic=args.enable_deterministic_inference)
+    pool = _pool(args, loaded)
+    runner = ModelRunner(loaded.model, pool, Sampler(args.random_seed))
+    limits = _limits(args, loaded, pool)
+    try:
+        cache = build_cache(_cache_config(args, pool), pool, _identity(loaded, pool), SystemClock())
+    except AttachRefused as error:
+        raise StartupError(f"{error} (--hicache-size, --hicache-ratio)") from error
+    eos = frozenset() if loaded.tokenizer is None else loaded.tokenizer.eos_token_ids
+    scheduler = Scheduler(cache, runner, limits, eos_token_ids=eos, clock=time.monotonic)
+    return Engine(args, loaded, pool, cache, limits, scheduler)
+
+
+def summary(engine: Engine) -> list[str]:
+    """What a person wants to see at the start: the model, the tiers and their sizes."""
+    args, pool, config = engine.args, engine.pool, engine.loaded.model.config
+    exact = "row-invariant" if engine.loaded.model.is_row_invariant else "not row-invariant"
+    return [
+        f"model    {engine.loaded.name}: {config.num_layers} layers, context {engine.limits.context_tokens} tokens, "
+        f"compute {_dtype_name(engine.loaded.model.dtype)} ({exact})",
+        f"device   {pool.num_slots} tokens in {pool.num_pages} pages of {args.page_size}, "
+        f"{_dtype_name(pool.shape.dtype)}, {pool.num_pages * pool.page_bytes / GIB:.2f} GiB",
+        *engine.cache.describe(),
+        f"requests at most {engine.limits.max_running} running, {engine.limits.max_request_tokens} tokens each, "
+        f"{engine.limits.chunk_tokens} prompt tokens a step",
+    ]
+
+
+def _serve(engine: Engine, bound: socket.socket, stop: Stop) -> int:
+    tokenizer, args = engine.loaded.tokenizer, engine.args
+    service = EngineService(
+        Vocabulary(engine.loaded.model.config.vocab_size, tokenizer),
+        engine.limits,
+        clock=time.monotonic,
+        max_queued=args.max_queued_requests,
+    )
+    info = _info(engine)
+    add_engine_gauges(service.metrics, engine.scheduler)
+    return serve(
+        build_app(service, info, OpenAIRoutes(service, info, time.time).routes()),
+        service,
+        engine.scheduler,
+        bound,
+        stop,
+        drain_s=args.drain_timeout_s,
+        clock=time.monotonic,
+        on_ready=lambda url: print(f"serving  {url}", flush=True),
+    )
+
+
+def _info(engine: Engine) -> ServerInfo:
+    args, loaded = engine.args, engine.loaded
+    name = args.served_model_name or loaded.name
+    effective = {
+        "served_model_name": name,
+        "model_path": args.model_path or loaded.name,
+        "max_total_tokens": engine.pool.num_slots,
+        "context_length": engine.limits.context_tokens,
+    }
+    return ServerInfo(
+        model_path=args.model_path or loaded.name,
+        served_model_name=name,
+        settings={**args.as_json(), **effective},
+        has_metrics=args.enable_metrics,
+        has_cache_report=args.enable_cache_report,
+    )
+
+
+def _pool(args: EngineArgs, loaded: LoadedModel) -> KVPool:
+    """The device pool, its memory checked first: an allocation too large would end in the kernel killing somebody."""
+    model = loaded.model
+    shape = model.config.kv_shape(kv_dtype(args.kv_cache_dtype, model))
+    memory = available_memory()
+    num_tokens = args.max_total_tokens
+    if num_tokens is None:
+        affordable = memory.have_bytes // 4 // shape.token_bytes
+        num_tokens = min(DEFAULT_POOL_CONTEXTS * _context(args, loaded), affordable)
+    num_pages = max(1, num_tokens // args.page_size)
+    need_bytes = num_pages * args.page_size * shape.token_bytes
+    if need_bytes > memory.have_bytes - memory.reserve_bytes:
+        raise StartupError(
+            f"the device pool needs {need_bytes / GIB:.2f} GiB, but there are {memory.have_bytes / GIB:.2f} GiB "
+            f"({memory.source}), of which {memory.reserve_bytes / GIB:.2f} are a reserve: lower --max-total-tokens"
+        )
+    return KVPool(shape, num_pages, args.page_size)
+
+
+def _context(args: EngineArgs, loaded: LoadedModel) -> int:
+    most = loaded.model.config.context_length
+    if args.context_length is not None and args.context_length > most:
+        raise StartupError(f"--context-length {args.context_length}: the model was trained for {most} tokens at most")
+    return args.context_length or most
+
+
+def _limits(args: EngineArgs, loaded: LoadedModel, pool: KVPool) -> Limits:
+    context_tokens = _context(args, loaded)
+    return Limits(
+        max_running=args.max_running_requests,
+        chunk_tokens=context_tokens if args.chunked_prefill_size == -1 else args.chunked_prefill_size,
+        pool_tokens=pool.num_slots,
+        context_tokens=context_tokens,
+    )
+
+
+def _cache_config(args: EngineArgs, pool: KVPool) -> CacheConfig:
+    frame_bytes = -(-pool.page_bytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+    config = CacheConfig(
+        mode=args.cache_mode,
+        page_size=args.page_size,
+        num_host_frames=args.host_frames(pool.num_pages, frame_bytes),
+        write_policy=args.write_policy,
+        prefetch_policy=args.prefetch_policy,
+        storage_backend=args.storage_backend,
+        storage_config=args.storage_config,
+    )
+    return replace(config, **args.cache_options)
+
+
+def _identity(loaded: LoadedModel, pool: KVPool) -> Identity:
+    """Who may read this engine's pages: whoever would compute the same bytes."""
+    model, shape = loaded.model, pool.shape
+    compute = f"{_dtype_name(model.dtype)}/{'rows' if model.is_row_invariant else 'batches'}"
+    return Identity(
+        model_id=loaded.name,
+        weights_digest=loaded.weights_digest.hex(),
+        config_digest=hashlib.sha256(model.config.digest() + compute.encode()).hexdigest(),
+        dtype=_dtype_name(shape.dtype),
+        page_size=pool.page_size,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        engine_layout=LAYOUT_VERSION,
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, value in KV_DTYPES.items() if value == dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(command(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""The process around the server: what cannot work is one line and a status, signals end it in order."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import pytest
+import uvicorn
+
+from engine_plugin.engine.server import Stop, bind, url_of
+from engine_plugin.launch_server import command
+
+TINY = ("--model-path", "random:1", "--port", "0")
+
+
+def test_a_port_in_use_is_named_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert command(["--model-path", "/nowhere.gguf", "--port", str(port)]) == 1
+    expected = f"cachesvc engine: error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "expected"),
+    [
+        (("--page-size", "0"), 2, "argument --page-size: must be at least 1, got 0"),
+        (("--host", "no such host"), 1, "cannot listen on no such host"),
+        (("--model-path", "/nowhere.gguf"), 1, "'/nowhere.gguf'"),
+        (("--model-path", "random:x"), 1, "'random:x'"),
+        (("--max-total-tokens", str(10**12)), 1, "the device pool needs"),
+        (("--context-length", "1000000"), 1, "--context-length 1000000: the model was trained for 2048 tokens at most"),
+        (("--enable-hierarchical-cache", "--hicache-size", "100000"), 1, "need"),
+        (
+            (
+                *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+                *("--hicache-storage-backend-extra-config", '{"pth": "/tmp"}'),
+            ),
+            1,
+            "did you mean 'path'?",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_a_status(
+    flags: tuple[str, ...], status: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command([*TINY, *flags]) == status
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("cachesvc engine: error: ")
+    assert expected in last
+
+
+def test_help_is_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["--help"]) == 0
+    assert "--hicache-storage-prefetch-policy" in capsys.readouterr().out
+
+
+def test_a_signal_before_there_is_a_server_ends_the_start() -> None:
+    with pytest.raises(SystemExit) as ended:
+        Stop()(signal.SIGTERM, None)
+    assert ended.value.code == 0
+
+
+def test_the_first_signal_ends_in_order_and_the_second_at_once() -> None:
+    stop, server = Stop(), uvicorn.Server(uvicorn.Config(lambda: None))
+    stop.server = server
+    stop(signal.SIGTERM, None)
+    assert (server.should_exit, server.force_exit) == (True, False)
+    stop(signal.SIGTERM, None)
+    assert server.force_exit
+
+
+def test_signal_handlers_are_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    stop = Stop()
+    with stop.installed():
+        assert signal.getsignal(signal.SIGTERM) is stop
+        assert signal.getsignal(signal.SIGINT) is stop
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_port_0_is_a_free_port_that_is_told() -> None:
+    with bind("127.0.0.1", 0) as bound:
+        port = bound.getsockname()[1]
+        assert url_of(bound) == f"http://127.0.0.1:{port}"
+        assert port > 0
