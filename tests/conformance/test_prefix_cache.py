@@ -198,6 +198,22 @@ def test_what_a_request_computed_is_found_by_the_next_one(subject: Subject) -> N
     assert second.cached.device == second.cached.total
 
 
+@pytest.mark.parametrize("damage", ["zeroed", "scaled", "swapped"])
+def test_a_wrong_page_would_be_noticed(subject: Subject, damage: str) -> None:
+    run = subject.engine()
+    for _ in range(2):
+        run.add(prompt(19), 4)
+        run.run()
+        rows = subject.model.planes[3].reshape(NUM_PAGES, PAGE_SIZE)
+        used = np.flatnonzero(rows[:, 0])[:2]
+        if damage == "swapped":
+            rows[used] = rows[used[::-1]]
+        else:
+            rows[used] *= np.uint64(0 if damage == "zeroed" else 3)
+    right = run.tokens["r1"] == expected_output(prompt(19), 4)
+    assert right == (not subject.reuses)
+
+
 def test_a_turn_finds_the_output_of_the_turn_before(subject: Subject) -> None:
     run = subject.engine()
     run.add(prompt(10), 7)
