@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from cachekernels.region import RegionError
-from cachekernels.system_memory import available_memory
 
 from cachesvc.client.base import AttachRefused
 from cachesvc.clock import SystemClock
@@ -34,24 +33,15 @@ from engine_plugin.engine.sampler import Sampler
 from engine_plugin.engine.scheduler import Limits, Scheduler
 from engine_plugin.engine.server import Stop, bind, serve
 from engine_plugin.engine.service import EngineService, Vocabulary
+from engine_plugin.engine.sizing import MemoryPlan, StartupError, plan_memory
 from engine_plugin.hicache.base import PrefixCache
 from engine_plugin.hicache.build import build_cache
 from engine_plugin.hicache.config import CacheConfig
 from engine_plugin.memory.pools import KV_DTYPES, KVPool
 from storage_backends.errors import StorageError
 
-DEFAULT_POOL_CONTEXTS = 4
-"""Without --max-total-tokens the device pool holds so many whole contexts, in at most a quarter of the free memory."""
-
 LAYOUT_VERSION = "cachesvc-engine/1"
 """Changes when this engine lays out KV differently: stored pages of another version are not found then."""
-
-FRAME_ALIGNMENT = 4096
-GIB = 2**30
-
-
-class StartupError(RuntimeError):
-    """The flags are right, but it cannot work here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +50,7 @@ class Engine:
 
     args: EngineArgs
     loaded: LoadedModel
+    memory: MemoryPlan
     pool: KVPool
     cache: PrefixCache
     limits: Limits
@@ -99,16 +90,18 @@ def compose(args: EngineArgs) -> Engine:
     """
     path = {} if args.model_path is None else {"path": args.model_path}
     loaded = load_model(**path, dtype=args.dtype, deterministic=args.enable_deterministic_inference)
-    pool = _pool(args, loaded)
+    shape = loaded.model.config.kv_shape(kv_dtype(args.kv_cache_dtype, loaded.model))
+    memory = plan_memory(args, shape.token_bytes, _context(args, loaded))
+    pool = KVPool(shape, memory.num_pages, args.page_size)
     runner = ModelRunner(loaded.model, pool, Sampler(args.random_seed))
     limits = _limits(args, loaded, pool)
     try:
-        cache = build_cache(_cache_config(args, pool), pool, _identity(loaded, pool), SystemClock())
+        cache = build_cache(_cache_config(args, memory.num_frames), pool, _identity(loaded, pool), SystemClock())
     except AttachRefused as error:
         raise StartupError(f"{error} (--hicache-size, --hicache-ratio)") from error
     eos = frozenset() if loaded.tokenizer is None else loaded.tokenizer.eos_token_ids
     scheduler = Scheduler(cache, runner, limits, eos_token_ids=eos, clock=time.monotonic)
-    return Engine(args, loaded, pool, cache, limits, scheduler)
+    return Engine(args, loaded, memory, pool, cache, limits, scheduler)
 
 
 def summary(engine: Engine) -> list[str]:
@@ -119,10 +112,11 @@ def summary(engine: Engine) -> list[str]:
         f"model    {engine.loaded.name}: {config.num_layers} layers, context {engine.limits.context_tokens} tokens, "
         f"compute {_dtype_name(engine.loaded.model.dtype)} ({exact})",
         f"device   {pool.num_slots} tokens in {pool.num_pages} pages of {args.page_size}, "
-        f"{_dtype_name(pool.shape.dtype)}, {pool.num_pages * pool.page_bytes / GIB:.2f} GiB",
+        f"{_dtype_name(pool.shape.dtype)}",
         *engine.cache.describe(),
         f"requests at most {engine.limits.max_running} running, {engine.limits.max_request_tokens} tokens each, "
         f"{engine.limits.chunk_tokens} prompt tokens a step",
+        f"memory   {engine.memory.describe()}",
     ]
 
 
@@ -166,25 +160,6 @@ def _info(engine: Engine) -> ServerInfo:
     )
 
 
-def _pool(args: EngineArgs, loaded: LoadedModel) -> KVPool:
-    """The device pool, its memory checked first: an allocation too large would end in the kernel killing somebody."""
-    model = loaded.model
-    shape = model.config.kv_shape(kv_dtype(args.kv_cache_dtype, model))
-    memory = available_memory()
-    num_tokens = args.max_total_tokens
-    if num_tokens is None:
-        affordable = memory.have_bytes // 4 // shape.token_bytes
-        num_tokens = min(DEFAULT_POOL_CONTEXTS * _context(args, loaded), affordable)
-    num_pages = max(1, num_tokens // args.page_size)
-    need_bytes = num_pages * args.page_size * shape.token_bytes
-    if need_bytes > memory.have_bytes - memory.reserve_bytes:
-        raise StartupError(
-            f"the device pool needs {need_bytes / GIB:.2f} GiB, but there are {memory.have_bytes / GIB:.2f} GiB "
-            f"({memory.source}), of which {memory.reserve_bytes / GIB:.2f} are a reserve: lower --max-total-tokens"
-        )
-    return KVPool(shape, num_pages, args.page_size)
-
-
 def _context(args: EngineArgs, loaded: LoadedModel) -> int:
     most = loaded.model.config.context_length
     if args.context_length is not None and args.context_length > most:
@@ -202,12 +177,11 @@ def _limits(args: EngineArgs, loaded: LoadedModel, pool: KVPool) -> Limits:
     )
 
 
-def _cache_config(args: EngineArgs, pool: KVPool) -> CacheConfig:
-    frame_bytes = -(-pool.page_bytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+def _cache_config(args: EngineArgs, num_host_frames: int) -> CacheConfig:
     config = CacheConfig(
         mode=args.cache_mode,
         page_size=args.page_size,
-        num_host_frames=args.host_frames(pool.num_pages, frame_bytes),
+        num_host_frames=num_host_frames,
         write_policy=args.write_policy,
         prefetch_policy=args.prefetch_policy,
         storage_backend=args.storage_backend,

@@ -34,6 +34,7 @@ def test_the_start_is_summed_up(server: ServerProcess) -> None:
     head = "".join(server.output)
     assert "random:1: 3 layers, context 2048 tokens, compute float32" in head
     assert "4096 tokens in 256 pages of 16" in head
+    assert "need 0.01 GiB (device 0.01, host 0.00), have" in head
 
 
 def test_generate_text_ids_batches_and_streams_agree(server: ServerProcess) -> None:

@@ -31,9 +31,9 @@ def test_a_port_in_use_is_named_before_anything_is_loaded(capsys: pytest.Capture
         (("--host", "no such host"), 1, "cannot listen on no such host"),
         (("--model-path", "/nowhere.gguf"), 1, "'/nowhere.gguf'"),
         (("--model-path", "random:x"), 1, "'random:x'"),
-        (("--max-total-tokens", str(10**12)), 1, "the device pool needs"),
+        (("--max-total-tokens", str(10**12)), 1, "not enough memory: need"),
         (("--context-length", "1000000"), 1, "--context-length 1000000: the model was trained for 2048 tokens at most"),
-        (("--enable-hierarchical-cache", "--hicache-size", "100000"), 1, "need"),
+        (("--enable-hierarchical-cache", "--hicache-size", "100000"), 1, "not enough memory: need"),
         (
             (
                 *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),

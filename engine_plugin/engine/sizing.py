@@ -1,0 +1,59 @@
+"""How large the tiers in memory become: the flags, what one token takes, and what the machine has left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cachekernels.system_memory import AvailableMemory, available_memory
+
+from engine_plugin.engine.args import EngineArgs
+
+DEFAULT_POOL_CONTEXTS = 4
+"""Without --max-total-tokens the device pool holds so many whole contexts, in at most a quarter of the free memory."""
+
+FRAME_ALIGNMENT = 4096
+GIB = 2**30
+
+
+class StartupError(RuntimeError):
+    """The flags are right, but it cannot work here."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Pages of the device pool and frames of the host region (0 without one), both within what was available."""
+
+    num_pages: int
+    num_frames: int
+    device_bytes: int
+    host_bytes: int
+    available: AvailableMemory
+
+    def describe(self) -> str:
+        """Need, have and reserve, for a person."""
+        return (
+            f"need {(self.device_bytes + self.host_bytes) / GIB:.2f} GiB (device {self.device_bytes / GIB:.2f}, host "
+            f"{self.host_bytes / GIB:.2f}), have {self.available.have_bytes / GIB:.2f} GiB ({self.available.source}), "
+            f"reserve {self.available.reserve_bytes / GIB:.2f} GiB"
+        )
+
+
+def plan_memory(
+    args: EngineArgs, token_bytes: int, context_tokens: int, available: AvailableMemory | None = None
+) -> MemoryPlan:
+    """Sizes for tokens of `token_bytes` in all layers. Checked before anything is allocated: the device pool's memory
+    is taken page by page as it is used, so too large a one would end in the kernel killing somebody. Raises
+    StartupError.
+    """
+    have = available_memory() if available is None else available
+    page_bytes = args.page_size * token_bytes
+    num_tokens = args.max_total_tokens
+    if num_tokens is None:
+        num_tokens = min(DEFAULT_POOL_CONTEXTS * context_tokens, have.have_bytes // 4 // token_bytes)
+    num_pages = max(1, num_tokens // args.page_size)
+    frame_bytes = -(-page_bytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+    num_frames = args.host_frames(num_pages, frame_bytes)
+    plan = MemoryPlan(num_pages, num_frames, num_pages * page_bytes, num_frames * frame_bytes, have)
+    if plan.device_bytes + plan.host_bytes > have.have_bytes - have.reserve_bytes:
+        raise StartupError(f"not enough memory: {plan.describe()}; lower --max-total-tokens, --hicache-ratio or -size")
+    return plan
