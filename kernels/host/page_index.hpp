@@ -1,8 +1,8 @@
 // PageIndex: page key -> up to four places (region slot, frame) that hold the page.
 //
 // DESIGN. The index is a cache of the regions' directories and holds no truth: it files places under a 64-bit seeded
-// hash of the key. Whether a place still holds the key is asked of its record, under the reader protocol, at every use; a
-// stale place is a miss, two keys with one hash share an entry and are told apart by their records.
+// hash of the key. Whether a place still holds the key is asked of its record, under the reader protocol, at every use;
+// a stale place is a miss, two keys with one hash share an entry and are told apart by their records.
 //   memory   48 bytes of table per frame of all regions, plus 8 for the hash a frame is filed under, which lets a frame
 //            that is published again take its old place away. So entries never outnumber frames, publish() never grows
 //            anything, and the size is known when a region is added.
