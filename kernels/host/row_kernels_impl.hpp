@@ -6,10 +6,13 @@
 namespace cachesvc {
 namespace {
 
+// The largest tile whose sums stay in registers.
 #if defined(ROW_LANES_AVX512)
 constexpr size_t panel_vectors = 2, max_tile_rows = 12;
-#else
+#elif defined(ROW_LANES_AVX2)
 constexpr size_t panel_vectors = 1, max_tile_rows = 6;
+#else
+constexpr size_t panel_vectors = 1, max_tile_rows = 3;
 #endif
 constexpr size_t lane_count = 16;
 // A panel's rows [k, k + k_step) stay in the first-level cache while the rows go by; summing step by step also halves the

@@ -219,14 +219,33 @@ inline void store_bfloat16(uint16_t* p, Lanes x) {  // rounds to nearest, ties t
     }
 }
 
+#if defined(ROW_LANES_AVX2) || defined(ROW_LANES_AVX512)
+#if defined(ROW_LANES_AVX512)
+inline __m256 low_half(Lanes x) { return _mm512_castps512_ps256(x.v); }
+inline __m256 high_half(Lanes x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1)); }
+#else
+inline __m256 low_half(Lanes x) { return x.a; }
+inline __m256 high_half(Lanes x) { return x.b; }
+#endif
+inline float sum(Lanes x) {
+    const __m256 eight = _mm256_add_ps(low_half(x), high_half(x));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float maximum(Lanes x) {
+    const __m256 eight = _mm256_max_ps(low_half(x), high_half(x));
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+#else
 template <class Combine>
 inline float across(Lanes x, Combine combine) {
-    float v[16];
-    store(v, x);
     for (int half = 8; half > 0; half /= 2) {
-        for (int i = 0; i < half; ++i) v[i] = combine(v[i], v[i + half]);
+        for (int i = 0; i < half; ++i) x.v[i] = combine(x.v[i], x.v[i + half]);
     }
-    return v[0];
+    return x.v[0];
 }
 inline float sum(Lanes x) {
     return across(x, [](float a, float b) { return a + b; });
@@ -234,6 +253,7 @@ inline float sum(Lanes x) {
 inline float maximum(Lanes x) {
     return across(x, [](float a, float b) { return a > b ? a : b; });
 }
+#endif
 
 // e^x to about one unit in the last place; exactly 0 below -87 (where float32 would leave its
 // normal range), e^88 above 88.
