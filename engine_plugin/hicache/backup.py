@@ -15,11 +15,12 @@ comes, so that a prefix is always handed over before its suffix, however its nod
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
 from cachekernels.tree import RadixTree
-from cachekernels.tree_types import I64, BackupOp, StaleNode
+from cachekernels.tree_types import I64, BackupOp, NodeId, StaleNode
 
 from cachesvc.client.base import CacheClient, Declined
 from cachesvc.node.events import PagesStored
@@ -31,7 +32,15 @@ from storage_backends.outcome import Outcome
 
 MAX_WAITING = 4096
 """Nodes that may wait; past that the oldest is dropped."""
+NEVER_TRIED = 2**31 - 1
 RETRY_LATER = frozenset({Decline.TOO_MANY_OPS, Decline.QUEUE_FULL})
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    node: NodeId
+    missing_pages: int = NEVER_TRIED
+    """What its path lacked in storage when a part of it was last handed over."""
 
 
 @dataclass(eq=False)
@@ -48,7 +57,7 @@ class Backup:
         self._client = client
         self._counts = counts
         self._room = max(1, num_frames // 2)  # frames that may still be locked
-        self._waiting: deque[int] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._storing: dict[int, _Storing] = {}  # by the client's op
 
     @property
@@ -63,29 +72,38 @@ class Backup:
 
     def offer(self, nodes: I64) -> None:
         """`nodes` have become host-resident, parents first."""
-        self._waiting.extend(nodes.tolist())
+        self._waiting.extend(map(_Waiting, nodes.tolist()))
         while len(self._waiting) > MAX_WAITING:
-            self._drop(self._waiting.popleft())
+            self._drop(self._waiting.popleft().node, PageDrop.BACKUP_FULL)
         self.start_waiting()
 
     def start_waiting(self) -> None:
         """Hand over as many waiting nodes as there is room for, as one op."""
-        chosen: dict[int, None] = {}
+        chosen: dict[NodeId, int] = {}  # and its pages
         room = self._room
         while self._waiting and room:
-            node = self._waiting.popleft()
-            try:
-                missing = [each for each in self._tree.unstored(node).tolist() if each not in chosen]
-            except StaleNode:  # evicted while it waited, and counted there
-                continue
-            fitting, rest = fit(self._tree, np.array(missing, np.int64), room)
-            chosen.update(dict.fromkeys(fitting.tolist()))
-            room -= sum(self._tree.info(each).num_pages for each in fitting.tolist())
+            waiting = self._waiting.popleft()
+            missing = self._missing(waiting, chosen)
+            fitting, rest = fit(self._tree, np.array(list(missing), np.int64), room)
+            chosen.update((node, self._tree.info(node).num_pages) for node in fitting.tolist())
+            room = self._room - sum(chosen.values())
             if len(rest):
-                self._waiting.appendleft(node)
+                self._waiting.appendleft(_Waiting(waiting.node, sum(missing.values())))
                 break
         if chosen:
             self._begin(np.array(list(chosen), np.int64))
+
+    def _missing(self, waiting: _Waiting, chosen: Container[NodeId]) -> dict[NodeId, int]:
+        """Nodes of its path that storage lacks, root first, and their pages; those of `chosen` are taken care of."""
+        try:
+            nodes = [node for node in self._tree.unstored(waiting.node).tolist() if node not in chosen]
+        except StaleNode:  # evicted while it waited, and counted there
+            return {}
+        missing = {node: self._tree.info(node).num_pages for node in nodes}
+        if sum(missing.values()) < waiting.missing_pages:
+            return missing
+        self._drop(waiting.node, PageDrop.BACKUP_FAILED)  # the part before it was not stored: it could never hit
+        return {}
 
     def on_stored(self, event: PagesStored) -> None:
         """Pages of an op have their outcome."""
@@ -117,7 +135,7 @@ class Backup:
             case Declined(reason):
                 self._finish(op, none_stored)
                 if reason in RETRY_LATER and self._storing:
-                    self._waiting.extendleft(reversed(nodes.tolist()))
+                    self._waiting.extendleft(map(_Waiting, reversed(nodes.tolist())))
                 else:
                     self._counts.dropped_pages.inc(len(op.frames), PageDrop.BACKUP_DECLINED)
             case client_op:
@@ -127,10 +145,10 @@ class Backup:
         self._tree.finish_backup(op.id, stored)
         self._room += len(op.frames)
 
-    def _drop(self, node: int) -> None:
+    def _drop(self, node: NodeId, reason: PageDrop) -> None:
         try:
-            self._counts.dropped_pages.inc(self._tree.info(node).num_pages, PageDrop.BACKUP_FULL)
-        except StaleNode:
+            self._counts.dropped_pages.inc(self._tree.info(node).num_pages, reason)
+        except StaleNode:  # evicted while it waited, and counted there
             return
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cachekernels.tree import RadixTree
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from engine_plugin.memory.pools import KVPool
 
 log = logging.getLogger(__name__)
+GIB = 2**30
 
 GROUP = "engine"
 """The name under which an engine attaches to the node it has for itself."""
@@ -83,5 +85,27 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
     tree = RadixTree(
         config.page_size, attachment.namespace, write_threshold=rule.threshold, write_back=not rule.on_insert
     )
-    lower = LowerTiers(client, config.num_host_frames, transfer, has_storage=bool(tiers), close=close)
+    lower = LowerTiers(
+        client,
+        config.num_host_frames,
+        transfer,
+        has_storage=bool(tiers),
+        close=close,
+        description=_description(config, attachment.region.stride_bytes, tiers),
+    )
     return HybridCacheController(tree, pool.num_pages, config, lower, clock)
+
+
+def _description(config: CacheConfig, stride_bytes: int, tiers: Sequence[Tier]) -> list[str]:
+    num_frames = config.num_host_frames
+    lines = [
+        f"host     {num_frames * config.page_size} tokens in {num_frames} frames, "
+        f"{num_frames * stride_bytes / GIB:.2f} GiB, {config.write_policy}"
+    ]
+    for tier in tiers:
+        capacity_bytes = tier.backend.usage().capacity_bytes
+        limit = f"at most {capacity_bytes / GIB:.2f} GiB" if capacity_bytes else "no limit known"
+        place = tier.backend.place()
+        where = f" at {place}" if place else ""
+        lines.append(f"storage  {tier.name}{where}, {limit}, prefetch {config.prefetch_policy}")
+    return lines

@@ -48,7 +48,8 @@ WORKER_END_S = 10.0
 class LowerTiers:
     """What a controller is attached to: a session of `client` with `num_frames` frames, and the copies to them.
 
-    `has_storage`: some tier takes backups. `close` ends what was started for this controller alone: session and node.
+    `has_storage`: some tier takes backups. `description`: a line for a person per tier. `close` ends what was started
+    for this controller alone: session and node.
     """
 
     client: CacheClient
@@ -56,6 +57,7 @@ class LowerTiers:
     transfer: Transfer
     has_storage: bool
     close: Callable[[], None]
+    description: Sequence[str] = ()
 
 
 class HybridCacheController(RadixCache):
@@ -303,6 +305,10 @@ class HybridCacheController(RadixCache):
             "host_frames_quarantined": frames.num_quarantined(),
         }
 
+    def describe(self) -> list[str]:
+        """Host and storage."""
+        return list(self._lower.description)
+
     def check(self) -> None:
         """Also every frame: free, the tree's (orphans and copies under way too), a read's, lent or quarantined."""
         super().check()
@@ -331,8 +337,9 @@ class HybridCacheController(RadixCache):
         if self._lower.has_storage:
             drain = Drain(self, self._tree, self._pages, self._frames, self._writer, self._backup, self._client)
             lost = drain.run(drain_s)
-        for worker in (self._store_worker, self._load_worker):
-            worker.close(WORKER_END_S)
+        ended = [worker.close(WORKER_END_S) for worker in (self._store_worker, self._load_worker)]
+        if all(ended):
+            self._lower.transfer.close()
         self._events.close()
         self._completions.close()
         self._lower.close()

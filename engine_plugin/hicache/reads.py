@@ -14,11 +14,13 @@ left, on the host tier, or on the device tier as long as it has no host copy; wh
 parents on host, that copy is made first. Frames are granted for exactly the hit, as late as possible: a lookup holds
 none.
 
-Who owns frames[i] of a read of n pages, 0 <= attached <= good <= answered <= n:
+Who owns frames[i] of a read of n pages, 0 <= attached <= good <= n:
 
-    0          attached          good             answered           n
-    ├── the tree ──┼── the read's ─┼── given back ────┼── the node's ──┤
-                     USED            behind a bad page  LENT; QUARANTINED once DRAINING
+    0          attached          good                                                    n
+    ├── the tree ──┼── the read's ─┼── by outcome: not answered  the node's (LENT, or   ─┤
+                     USED                                        QUARANTINED once DRAINING)
+                                                   bad           given back
+                                                   good          the read's (USED) until it is over
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import numpy as np
 from cachekernels.slots import LENT
 from cachekernels.tree import RadixTree
 from cachekernels.tree_types import DEVICE, HOST, I32, I64, U32, Keys, NodeId, NodeInfo
+from numpy.typing import NDArray
 
 from cachesvc.client.base import CacheClient, Declined
 from cachesvc.node.events import LookupDone, PagesRead
@@ -40,6 +43,9 @@ from engine_plugin.hicache.counts import CacheCounts
 from engine_plugin.hicache.frames import HostFrames
 from engine_plugin.memory.transfer import num_leading
 from storage_backends.outcome import Outcome
+
+PENDING = 255
+"""In `Read.outcomes`: not answered. No `Outcome` has that value."""
 
 
 class Stage(Enum):
@@ -70,9 +76,17 @@ class Read:
     op: int | None = None
     num_hit_pages: int = 0
     frames: I32 = field(default_factory=no_pages)
-    answered: int = 0
+    outcomes: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     good: int = 0
     attached: int = 0
+
+    def pending(self) -> I32:
+        """Frames whose page has no outcome yet."""
+        return self.frames[np.flatnonzero(self.outcomes == PENDING)]
+
+    def own(self) -> I32:
+        """Frames of good pages that are not in the tree."""
+        return self.frames[self.attached + np.flatnonzero(self.outcomes[self.attached :] == Outcome.OK)]
 
 
 class Reads:
@@ -146,8 +160,8 @@ class Reads:
         if read.stage is Stage.ANCHORING:
             self._anchoring.remove(read)
         if read.stage in {Stage.ASKING, Stage.READING}:
-            self._frames.quarantine(read.frames[read.answered :])
-            self._frames.release(read.frames[read.attached : read.good])
+            self._frames.quarantine(read.pending())
+            self._frames.release(read.own())
             assert read.op is not None, "asking and reading are ops of the node"
             self._client.cancel(read.op)
             read.stage = Stage.DRAINING
@@ -171,8 +185,10 @@ class Reads:
             stored=True,
         )
         self._frames.release(insert.duplicates)
-        if insert.refused:
-            read.good, read.end = begin, PrefetchEnd.ANCHOR_LOST
+        if insert.refused:  # its frames are freed: nothing of it counts as good any more
+            read.end = PrefetchEnd.ANCHOR_LOST
+            read.outcomes[begin:end] = Outcome.CANCELLED
+            read.good = begin
             return
         self._tree.lock(insert.node, HOST)
         self._tree.unlock(read.anchor, read.anchor_tier)
@@ -199,19 +215,17 @@ class Reads:
             self._found(read, event.num_pages)
 
     def on_read(self, event: PagesRead) -> None:
-        """Pages were answered, in order; their frames are ours again."""
+        """Pages were answered; their frames are ours again. In order, unless the op was given up."""
         read = self._by_op[event.op]
-        begin, end = event.first_page, event.first_page + len(event.outcomes)
-        assert begin == read.answered, f"pages are answered in order: {read.answered} expected, got {begin}"
-        read.answered = end
-        frames = read.frames[begin:end]
+        span = slice(event.first_page, event.first_page + len(event.outcomes))
+        read.outcomes[span] = event.outcomes
+        frames, is_good = read.frames[span], event.outcomes == Outcome.OK
         if read.stage is Stage.DRAINING:
             self._frames.end_quarantine(frames)
             return
-        good = num_leading(event.outcomes == Outcome.OK) if read.good == begin else 0
-        read.good += good
-        self._frames.keep(frames[:good])
-        self._frames.return_loan(frames[good:])
+        self._frames.keep(frames[is_good])
+        self._frames.return_loan(frames[~is_good])
+        read.good += num_leading(read.outcomes[read.good :] == Outcome.OK)
 
     def on_ended(self, op: int) -> bool:
         """The node has let go of an op. False: not one of ours."""
@@ -225,6 +239,8 @@ class Reads:
         elif read.stage is Stage.READING:
             self._over(read, PrefetchEnd.COMPLETE if read.good == len(read.frames) else PrefetchEnd.BAD_PAGE)
             self.attach(read)
+            self._frames.release(read.own())  # behind a bad page
+            read.outcomes[read.attached :] = Outcome.CANCELLED
         return True
 
     # ---- conservation
@@ -232,10 +248,10 @@ class Reads:
     def num_frames(self) -> tuple[int, int, int]:
         """Frames that reads own, lent ones, and quarantined ones."""
         reads = self._holding.union(self._by_op.values())
-        draining = [read for read in reads if read.stage is Stage.DRAINING]
-        own = sum(read.good - read.attached for read in reads if read.stage is not Stage.DRAINING)
-        lent = sum(len(read.frames) - read.answered for read in reads if read.stage is Stage.READING)
-        return own, lent, sum(len(read.frames) - read.answered for read in draining)
+        reading = [read for read in reads if read.stage is Stage.READING]
+        own = sum(len(read.own()) for read in reads if read.stage is not Stage.DRAINING)
+        lent = sum(len(read.pending()) for read in reading)
+        return own, lent, sum(len(read.pending()) for read in reads if read.stage is Stage.DRAINING)
 
     # ---- steps
 
@@ -275,6 +291,7 @@ class Reads:
                 self._over(read, PrefetchEnd.DECLINED)
             case op:
                 read.stage, read.op, read.frames = Stage.READING, op, frames
+                read.outcomes = np.full(len(frames), PENDING, np.uint8)
                 self._by_op[op] = read
 
     def _over(self, read: Read, end: PrefetchEnd) -> None:

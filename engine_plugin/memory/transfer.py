@@ -70,6 +70,10 @@ class Transfer(ABC):
     def load_layer(self, pages: I32, frames: I32, generations: U64, layer: int) -> int:
         """One layer of frames [n] into device pages [n], R2-R4. Returns how many leading pages are good."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the memory. No copy may be running, and none may follow. Idempotent."""
+
 
 class RegionTransfer(Transfer):
     """CPU memory on both sides: native gather and scatter. `pool_owner` keeps the memory behind `pool` alive."""
@@ -81,7 +85,8 @@ class RegionTransfer(Transfer):
         self._pool = pool
         self._pool_owner = pool_owner
         self._region = region
-        self._mapping = region.data()  # a copy that still runs when the region is closed must not lose its memory
+        # A copy that still runs when the region is closed must not lose its memory.
+        self._mapping: NDArray[np.uint8] | None = region.data()
 
     @property
     def num_layers(self) -> int:
@@ -113,6 +118,10 @@ class RegionTransfer(Transfer):
         address, stride_bytes = region.data_address, region.stride_bytes
         frames_to_pool(self._pool, pages, address, stride_bytes, frames, layer, layer + 1, num_frames=region.num_frames)
         return num_leading(region.validate(frames, generations))
+
+    def close(self) -> None:
+        """The region's memory goes with its last user."""
+        self._mapping = None
 
 
 class Job(ABC):
