@@ -106,10 +106,9 @@ class PageOp(Op):
         self.session.events.announce(self)
 
     def give_up(self, reason: OpEnd) -> None:
-        is_first = self.given_up is None
         super().give_up(reason)
         first = self.answered + self.running_pages
-        if is_first and self.state is OpState.RUNNING and first < self.end_page:
+        if self.state is OpState.RUNNING and first < self.end_page:
             self.pages_answered(first, self._outcomes[first : self.end_page], reason)
             self.end_page = first
             self._is_cut_told = False

@@ -22,6 +22,7 @@ from cachesvc.node.tiers import Tier
 from storage_backends.base import Outcome, Segments, outcomes
 from storage_backends.errors import StorageUnavailable
 from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.fault import FaultLayer, Flip, Tear
 from tests.oracles.pages import IDENTITY, OK, PAGE_BYTES, Engine, ScriptedBackend, chain, memory_backend, page, run_all
 
 NUM_FRAMES = 20
@@ -35,6 +36,13 @@ FAULTS = {
     "timeouts": lambda ids: outcomes(len(ids), Outcome.TIMEOUT),
     "corrupt": lambda ids: outcomes(len(ids), Outcome.CORRUPT),
     "misses": lambda ids: outcomes(len(ids), Outcome.MISS),
+}
+
+
+ROT = {
+    ("flipped on the way", "get"): Flip(1000, on_read=True),
+    ("flipped on the medium", "put"): Flip(1000, on_read=False),
+    ("torn", "put"): Tear(500),
 }
 
 
@@ -97,8 +105,10 @@ class Player(Engine):
 class NodeMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.backend = ScriptedBackend(memory_backend())
         self.clock = ManualClock()
+        self.rot = None
+        spoiled = FaultLayer(memory_backend(), lambda operation: ROT.get((self.rot, operation)), self.clock.advance)
+        self.backend = ScriptedBackend(spoiled)
         self.node = Node(
             [Tier("memory", self.backend)],
             manual=True,
@@ -223,6 +233,10 @@ class NodeMachine(RuleBasedStateMachine):
     def weather(self, fault):
         self.fault = fault
 
+    @rule(rot=st.sampled_from([None, *sorted({kind for kind, _ in ROT})]))
+    def bits_rot(self, rot):
+        self.rot = rot
+
     @precondition(lambda self: self.generation < 3)
     @rule(who=engines, later=st.booleans())
     def leave_and_come_back(self, who, later):
@@ -238,8 +252,8 @@ class NodeMachine(RuleBasedStateMachine):
     def drain_and_come_back(self, who, timeout_s):
         player = self.players[who]
         player.client.drain(timeout_s)
-        player.take_in()
         if self.players[who] is player:  # it may have left in the middle of the drain
+            player.take_in()
             assert not player.lent
             assert not player.storing
             self.generation += 1
@@ -252,7 +266,7 @@ class NodeMachine(RuleBasedStateMachine):
             player.check()
 
     def teardown(self):
-        self.fault = None
+        self.fault = self.rot = None
         run_all(self.node)
         self.clock.advance(100.0)
         run_all(self.node)
@@ -273,7 +287,7 @@ class NodeMachine(RuleBasedStateMachine):
         rows = np.zeros((len(keys), PAGE_BYTES), np.uint8)
         view = ChecksumLayer(self.backend.inner, IDENTITY.namespace())
         results = view.get_into(object_ids(keys), Segments.of_rows(rows))
-        assert set(results.tolist()) <= {OK, Outcome.MISS}
+        assert set(results.tolist()) <= {OK, Outcome.MISS, Outcome.CORRUPT}
         for key, row, result in zip(keys, rows, results, strict=True):
             assert result != OK or (row == page(key)).all()
 

@@ -63,6 +63,19 @@ def test_every_differing_field_is_named(node):
     assert all(f"{name}: " in str(refused.value) for name in CHANGES)
 
 
+def test_an_attach_that_was_overtaken_is_refused(node, monkeypatch):
+    grant_region = attach.grant_region
+
+    def slowly(asked):
+        monkeypatch.setattr("cachesvc.node.node.grant_region", grant_region)
+        InProcessClient(node).attach(request())
+        return grant_region(asked)
+
+    monkeypatch.setattr("cachesvc.node.node.grant_region", slowly)
+    with pytest.raises(AttachRefused, match="page_size"):
+        InProcessClient(node).attach(request(replace(IDENTITY, page_size=32)))
+
+
 def test_another_group_may_have_another_identity(node):
     InProcessClient(node).attach(request())
     InProcessClient(node).attach(request(replace(IDENTITY, **CHANGES), group="h"))

@@ -150,6 +150,7 @@ def test_a_frame_rewritten_before_it_is_stored_is_changed(node, engine, backend)
     assert engine.outcomes[op].tolist() == [OK, OK, Outcome.CHANGED, OK] + [CANCELLED] * 8
     assert engine.ends == {op: "bad_page"}
     assert stored(backend) == [True, True, False, True] + [False] * 8
+    assert object_ids(KEYS[2:3]).tobytes() not in backend.writes
     assert node.counters.unsaved_pages.value("changed") == 1
     assert node.counters.unsaved_pages.value("after_bad_page") == 8
 
@@ -246,6 +247,18 @@ def test_attempts_are_bounded_and_pauses_grow(node, engine, backend, clock):
     assert backend.calls["put"] == 3
     assert engine.ends == {op: "bad_page"}
     assert engine.outcomes[op].tolist() == [Outcome.UNAVAILABLE] * 4 + [CANCELLED] * 8
+
+
+def test_a_page_that_gets_its_answer_renews_the_attempts(node, engine, backend, clock):
+    down = Outcome.UNAVAILABLE
+    answers = [[down] * 4, [OK, OK, down, down], [down] * 4]
+    backend.before["put"] = lambda ids: np.array(answers.pop(0)[: len(ids)], np.uint8) if answers else None
+    op = engine.backup(KEYS, FRAMES)
+    for _ in range(4):
+        run_all(node)
+        clock.advance(1.0)
+    engine.poll()
+    assert engine.ends == {op: "completed"}
 
 
 def test_after_attempts_ran_out_the_next_op_has_its_own(node, engine, backend, clock):

@@ -139,6 +139,64 @@ def test_frames_and_storage_take_turns_along_the_chain(node, engine, backend):
 
 
 @pytest.mark.usefixtures("stored")
+def test_only_the_run_from_the_next_page_on_is_copied(node, engine):
+    owner = Engine(node, "owner")
+    owner.fill(KEYS[:1], FRAMES[:1])
+    owner.fill(KEYS[2:4], FRAMES[2:4])
+    op = engine.prefetch(KEYS[:4], FRAMES[:4])
+    node.run_one()
+    engine.poll()
+    assert engine.outcomes[op].tolist() == [OK, 255, 255, 255]
+    assert (engine.region.records().generations[1:4] == 0).all()
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_joiner_outlives_the_region_it_waited_for(node, engine, backend):
+    joiner = Engine(node, "joiner")
+    ops = []
+
+    def other_comes_and_the_reader_leaves(_):
+        if not ops:
+            ops.append(joiner.prefetch(KEYS[:4], FRAMES[:4]))
+            node.run_one()
+            engine.client.detach()
+
+    backend.before["get"] = other_comes_and_the_reader_leaves
+    engine.prefetch(KEYS[:4], FRAMES[:4])
+    run_all(node)
+    joiner.poll()
+    assert joiner.ends == {ops[0]: "completed"}
+    joiner.check_pages(KEYS[:4], FRAMES[:4])
+
+
+@pytest.mark.usefixtures("stored")
+def test_an_op_cancelled_on_its_way_to_park_ends_instead(node, engine, backend, monkeypatch):
+    joiner = Engine(node, "joiner")
+    ops = []
+    copy = node._parts.pages.copy
+
+    def copy_and_cancel(*args, **kwargs):
+        if ops:
+            joiner.client.cancel(ops[0])
+        return copy(*args, **kwargs)
+
+    def other_comes(_):
+        if not ops:
+            ops.append(joiner.prefetch(KEYS[:4], FRAMES[:4]))
+            with monkeypatch.context() as patched:
+                patched.setattr(node._parts.pages, "copy", copy_and_cancel)
+                node.run_one()
+            joiner.poll()
+            assert joiner.ends == {ops[0]: "cancelled"}
+
+    backend.before["get"] = other_comes
+    op = engine.prefetch(KEYS[:4], FRAMES[:4])
+    run_all(node)
+    engine.poll()
+    assert engine.ends == {op: "completed"}
+
+
+@pytest.mark.usefixtures("stored")
 def test_a_source_that_is_rewritten_is_read_from_storage_instead(node, engine, backend):
     owner = Engine(node, "owner")
     owner.fill(KEYS, FRAMES)
