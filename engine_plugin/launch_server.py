@@ -149,6 +149,7 @@ def _info(engine: Engine) -> ServerInfo:
         "served_model_name": name,
         "model_path": args.model_path or loaded.name,
         "max_total_tokens": engine.pool.num_slots,
+        "page_bytes": engine.pool.page_bytes,
         "context_length": engine.limits.context_tokens,
     }
     return ServerInfo(

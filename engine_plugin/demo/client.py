@@ -63,11 +63,6 @@ class EngineClient:
             answer: dict[str, Any] = json.loads(_request(connection, "GET", path, None).read())
         return answer
 
-    def get_text(self, path: str) -> str:
-        """The text at `path`. Raises EngineError."""
-        with _connected(*self._address, self._timeout_s) as connection:
-            return _request(connection, "GET", path, None).read().decode()
-
     def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The server-sent events of a POST, each a JSON object, until [DONE]."""
         with _connected(*self._address, self._timeout_s) as connection:

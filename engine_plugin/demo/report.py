@@ -108,7 +108,8 @@ def verdict(result: DemoResult) -> RenderableType:
         turns = len(result.runs[0].turns)
         lines = [Text(f"All {turns} answers are the same tokens in all {len(result.runs)} runs.", style="bold green")]
     setup = ", ".join(f"{what} {spent:.1f} s" for what, spent in result.setup_s.items())
-    lines.append(Text(f"Three runs: {result.demo_s:.1f} s, engine starts and stops included. Set-up before: {setup}."))
+    lines.append(Text(f"Three runs: {result.demo_s:.1f} s, engine starts and stops included."))
+    lines.append(Text(f"Set-up before them: {sum(result.setup_s.values()):.1f} s ({setup})."))
     return Group(*lines)
 
 
@@ -116,7 +117,7 @@ def seconds(value: float) -> str:
     """A time with three significant digits, in s or ms."""
     if value < 1:
         return f"{value * 1000:.0f} ms"
-    return f"{value:.2f} s" if value < 100 else f"{value:.0f} s"
+    return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
 def console_for(*, stderr: bool = False) -> Console:

@@ -1,7 +1,6 @@
 """The three runs: how each engine is started, and what is asked of it before it stops."""
 
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -83,19 +82,11 @@ def _play_one(engines: Engines, plan: Plan, screen: Screen, index: int, flags: S
 
 
 def held_bytes(client: EngineClient) -> TierBytes:
-    """KV bytes on the device and in host memory, by the engine's own counters. Raises EngineError."""
-    metrics = client.get_text("/metrics")
-    page_bytes = int(client.get_json("/server_info")["page_bytes"])
-    device, host = (_sample(metrics, name) for name in ("device_pages_cached", "host_frames_cached"))
-    if device is None:
-        raise EngineError("/metrics does not say how many device pages are cached")
-    return TierBytes(device * page_bytes, None if host is None else host * page_bytes, None)
-
-
-def _sample(metrics: str, name: str) -> int | None:
-    """The value of one gauge in Prometheus text format; None when there is none of the name."""
-    match = re.search(rf"^(?:\w+_)?{name}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
-    return int(float(match[1])) if match else None
+    """KV bytes in the device pool and in host memory, by the engine's own counters. Raises EngineError."""
+    info = client.get_json("/server_info")
+    page_bytes, (counters,) = info["page_bytes"], info["internal_states"]
+    host = page_bytes * (counters["host_frames"] - counters["host_frames_free"]) if "host_frames" in counters else None
+    return TierBytes(page_bytes * counters["device_pages_cached"], host, None)
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -14,7 +14,7 @@ from engine_plugin.demo.sessions import build_sessions
 PLAY_BUDGET_S = 200.0  # of the five minutes: the rest is for slower moments of a shared machine
 DEFAULT_SESSIONS = 4
 DEFAULT_TURNS = 4
-MIN_PROMPT_TOKENS = 1024  # below this a prompt is hardly worth caching, however slow the machine
+MIN_PROMPT_TOKENS = 1536  # however slow the machine: shorter first turns are not worth a read from storage
 DEVICE_SHARE = 3  # the device pool holds one part in so many of the working set
 
 

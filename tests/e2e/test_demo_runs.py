@@ -65,6 +65,8 @@ def test_three_runs_with_equal_output_and_storage_after_the_restart(
     assert tiers["tokens"]["host"] > 0 and restarted["first_turns"]["storage"] > 0
     assert restarted["tokens"]["computed"] < tiers["tokens"]["computed"] < without["tokens"]["computed"]
     assert document["differences"] == [] and restarted["equal_turns"] == restarted["num_turns"] == 12
+    assert without["held_bytes"]["device"] > 0 and without["held_bytes"]["host"] is None
+    assert restarted["held_bytes"]["host"] > restarted["held_bytes"]["device"]
     assert without["held_bytes"]["storage"] is None and tiers["held_bytes"]["storage"] > 0
     for run in document["runs"]:
         tokens = run["tokens"]

@@ -62,7 +62,7 @@ class FakeCache:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """POST /generate, streamed; GET /metrics and /server_info."""
+    """POST /generate, streamed; GET answers as /server_info."""
 
     protocol_version = "HTTP/1.1"
     server: "FakeEngine"
@@ -91,10 +91,11 @@ class Handler(BaseHTTPRequestHandler):
         self._chunk(b"")
 
     def do_GET(self) -> None:
-        names = {"device": "device_pages_cached", "host": "host_frames_cached"}
-        pages = self.server.cache.pages
-        metrics = "".join(f"cachesvc_{name} {len(pages[tier])}\n" for tier, name in names.items())
-        body = {"/metrics": metrics, "/server_info": '{"page_bytes": 1000}'}[self.path].encode()
+        device, host = (len(pages) for pages in self.server.cache.pages.values())
+        counters = {"device_pages_cached": device}
+        if frames := self.server.cache.capacity["host"]:
+            counters |= {"host_frames": frames, "host_frames_free": frames - host}
+        body = json.dumps({"page_bytes": 1000, "internal_states": [counters]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -85,7 +85,7 @@ def test_report_fits_its_width_and_shows_every_source() -> None:
     ):
         assert words in text
     assert "All 4 answers are the same tokens in all 3 runs." in text
-    assert "8.00 s" in text and "200 ms" in text and "Set-up before: speed 3.0 s, sessions 0.2 s." in text
+    assert "8.00 s" in text and "200 ms" in text and "Set-up before them: 3.2 s (speed 3.0 s, sessions 0.2 s)." in text
     plain = text_of(demo_of(*runs), ascii_only=True)
     assert "####" in plain and "█" not in plain
 
@@ -98,7 +98,7 @@ def test_bars_are_proportional_and_never_empty() -> None:
 
 def test_times_have_three_digits() -> None:
     assert [seconds(value) for value in (0.0123, 0.5, 1.234, 12.345, 123.4)] == [
-        "12 ms", "500 ms", "1.23 s", "12.35 s", "123 s"
+        "12 ms", "500 ms", "1.23 s", "12.3 s", "123.4 s"
     ]  # fmt: skip
 
 
