@@ -90,6 +90,7 @@ class RadixTree:
         eviction_policy: one of EVICTION_POLICIES.
         write_back: nodes are copied only when the device evicts them. `to_write` stays empty, and device-only nodes may
             lie above host-only ones until they leave; else a host-resident node's ancestors are host-resident always.
+        hash_bits: 1 to 64, of the table that finds children; fewer than 64 only to have collisions in a test.
 
     Raises:
         ValueError: an argument out of range; the message says what was expected.
@@ -103,13 +104,16 @@ class RadixTree:
         write_threshold: int = 1,
         eviction_policy: str = "lru",
         write_back: bool = False,
+        hash_bits: int = 64,
     ) -> None:
         if page_size < 1 or write_threshold < 1:
             raise ValueError(f"page_size and write_threshold: at least 1, got {page_size} and {write_threshold}")
+        if not 1 <= hash_bits <= 64:
+            raise ValueError(f"hash_bits: 1 to 64, got {hash_bits}")
         if eviction_policy not in EVICTION_POLICIES:
             raise ValueError(f"eviction_policy: one of {', '.join(EVICTION_POLICIES)}, got {eviction_policy!r}")
         self.page_size = page_size
-        self._tree = _core.RadixTree(page_size, namespace, write_threshold, write_back)
+        self._tree = _core.RadixTree(page_size, namespace, write_threshold, write_back, hash_bits)
 
     def match(self, tokens: U32, scope: bytes = ZERO_SCOPE, *, adopt: bool = True) -> Match:
         """The longest known prefix, in whole pages; splits a node so that the match ends at a node's end.

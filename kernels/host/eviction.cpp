@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_set>
 
 #include "radix_tree.hpp"
 #include "tree_errors.hpp"
@@ -34,9 +35,19 @@ EvictionQueue::Entry EvictionQueue::pop_top() {
     return entry;
 }
 
-void EvictionQueue::forget_dead() {
+void EvictionQueue::forget_dead(size_t num_nodes) {
+    if (heap_.size() <= bound(num_nodes)) return;
     std::erase_if(heap_, [](const Entry& entry) { return entry.node->generation != entry.generation; });
     std::make_heap(heap_.begin(), heap_.end());
+}
+
+bool EvictionQueue::is_sound(size_t num_nodes) const {
+    std::unordered_set<const Node*> seen;
+    for (const Entry& entry : heap_) {
+        if (entry.node->generation != entry.generation) continue;
+        if (!(entry.node->queued & bit_) || !seen.insert(entry.node).second) return false;
+    }
+    return heap_.size() <= bound(num_nodes);
 }
 
 DeviceEvictionResult RadixTree::evict_device(size_t num_pages) {
@@ -120,7 +131,7 @@ std::vector<int32_t> RadixTree::drop_host(Node* top) {
     for (Node* node : nodes)
         if (node->on(host_tier) && !node->locks[host_tier]) append(frames, take(node, host_tier));
     for (auto at = nodes.rbegin(); at != nodes.rend(); ++at)
-        if ((*at)->alive) settle(*at);
+        settle(*at);  // a node that went with a child of its is not hollow: it has no parent
     return frames;
 }
 

@@ -34,9 +34,9 @@ class EvictionQueue {
         }
         return nullptr;
     }
-    void forget_dead();  // bounds the heap: call it when size() is far above the number of nodes
+    void forget_dead(size_t num_nodes);     // bounds the heap; cheap unless most entries are of dead nodes
     void clear() { heap_.clear(); }
-    size_t size() const { return heap_.size(); }
+    bool is_sound(size_t num_nodes) const;  // for the checker: one entry a node, marked on the node, and bounded
 
   private:
     struct Entry {
@@ -49,6 +49,7 @@ class EvictionQueue {
         }
     };
     Entry pop_top();
+    static size_t bound(size_t num_nodes) { return 2 * num_nodes + 1024; }
 
     uint8_t bit_;
     std::vector<Entry> heap_;

@@ -68,10 +68,12 @@ void put_between(Node* upper, Node* node) {
 
 }  // namespace
 
-ChildTable::ChildTable(size_t page_size) : page_size_(page_size), seed_(std::random_device{}()), entries_(64) {}
+ChildTable::ChildTable(size_t page_size, uint32_t hash_bits)
+    : page_size_(page_size), seed_(std::random_device{}()), hash_mask_(~uint64_t{0} >> (64 - hash_bits)), entries_(64) {}
 
 uint64_t ChildTable::hash_of(const Node* parent, const uint32_t* page) const {
-    return XXH3_64bits_withSeed(page, page_size_ * sizeof(uint32_t), seed_ + parent->slot * 0x9E3779B97F4A7C15ull);
+    const uint64_t seed = seed_ + parent->slot * 0x9E3779B97F4A7C15ull;
+    return XXH3_64bits_withSeed(page, page_size_ * sizeof(uint32_t), seed) & hash_mask_;
 }
 
 Node* ChildTable::find(const Node* parent, const uint32_t* page) const {
@@ -141,8 +143,8 @@ void ChildTable::clear() {
 
 size_t NodeStore::ScopeHash::operator()(const Scope& scope) const { return XXH3_64bits(scope.data(), scope.size()); }
 
-NodeStore::NodeStore(size_t page_size, const uint8_t name_space[32])
-    : page_size_(page_size), sweep_at_(idle_scopes), table_(page_size) {
+NodeStore::NodeStore(size_t page_size, const uint8_t name_space[32], uint32_t hash_bits)
+    : page_size_(page_size), sweep_at_(idle_scopes), table_(page_size, hash_bits) {
     std::copy_n(name_space, 32, namespace_.begin());
 }
 

@@ -63,7 +63,7 @@ struct Node {
 // Finds children by their first page; a hash that matches is verified token by token.
 class ChildTable {
   public:
-    explicit ChildTable(size_t page_size);
+    ChildTable(size_t page_size, uint32_t hash_bits);
     Node* find(const Node* parent, const uint32_t* page) const;
     void insert(Node* child);                  // under child->parent
     void erase(const Node* child);
@@ -81,13 +81,14 @@ class ChildTable {
 
     size_t page_size_;
     uint64_t seed_;
+    uint64_t hash_mask_;
     size_t used_ = 0;
     std::vector<Entry> entries_;
 };
 
 class NodeStore {
   public:
-    NodeStore(size_t page_size, const uint8_t name_space[32]);
+    NodeStore(size_t page_size, const uint8_t name_space[32], uint32_t hash_bits);
 
     Node* get(NodeId id);                     // throws StaleNode
     Node* root(const Scope& scope);           // made on first use; idle ones are swept when there are many

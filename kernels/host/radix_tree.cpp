@@ -24,7 +24,7 @@ void require_tokens(Tokens tokens, size_t pages, uint32_t page_size) {
 }  // namespace
 
 RadixTree::RadixTree(const TreeOptions& options, const uint8_t name_space[32])
-    : options_(options), nodes_(options.page_size, name_space) {}
+    : options_(options), nodes_(options.page_size, name_space, options.hash_bits) {}
 
 MatchResult RadixTree::match(Tokens tokens, const Scope& scope, bool adopt) {
     const auto total = static_cast<uint32_t>(tokens.size() / options_.page_size);
@@ -268,8 +268,6 @@ void RadixTree::offer(Node* node) {
     if (may_leave_device(*node)) device_queue_.offer(node);
     if (may_reclaim(*node)) reclaim_queue_.offer(node);
     if (may_leave_host(*node)) host_queue_.offer(node);
-    for (EvictionQueue* queue : {&device_queue_, &reclaim_queue_, &host_queue_})
-        if (queue->size() > 2 * nodes_.num_nodes() + 1024) queue->forget_dead();
 }
 
 void RadixTree::lock(Node* node, Tier tier) {
@@ -298,6 +296,8 @@ void RadixTree::settle(Node* node) {
     while (node->hollow() && !node->first_child && !node->locked()) {
         Node* parent = node->parent;
         nodes_.destroy(node);
+        for (EvictionQueue* queue : {&device_queue_, &reclaim_queue_, &host_queue_})
+            queue->forget_dead(nodes_.num_nodes());
         node = parent;
     }
 }

@@ -33,6 +33,7 @@ struct TreeOptions {
     uint32_t page_size;
     uint32_t write_threshold;
     bool write_back;
+    uint32_t hash_bits;  // of the child table; fewer than 64 only to have collisions in tests
 };
 
 // Results: see cachekernels/tree_types.py, which documents the fields under the same names.

@@ -148,6 +148,8 @@ void RadixTree::check_totals() {
     require(std::equal(resident, resident + 2, resident_), "the count of resident pages is wrong");
     require(std::equal(evictable, evictable + 2, evictable_), "the count of evictable pages is wrong");
     require(staged == staged_, "the count of staged frames is wrong");
+    for (const EvictionQueue* queue : {&device_queue_, &reclaim_queue_, &host_queue_})
+        require(queue->is_sound(nodes_.num_nodes()), "an eviction queue has stale or double entries");
     for (const auto& [id, op] : ops_)
         if (op.kind == OpKind::write) require(op.open_nodes == open[id], "an op counts its open nodes wrongly");
 }

@@ -196,6 +196,7 @@ def test_seeded_run(seed: int) -> None:
         write_back=seed % 5 == 4,
         num_pages=rng.choice([16, 30, 60]),
         num_frames=rng.choice([20, 40, 120]),
+        hash_bits=rng.choice([1, 4, 64]),  # few bits: children collide, and only their tokens tell them apart
     )
     moves = _moves(pair, rng)
     for _ in range(FUZZ_OPS):

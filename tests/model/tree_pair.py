@@ -58,9 +58,12 @@ class TreePair:
         write_back: bool = False,
         num_pages: int = 40,
         num_frames: int = 40,
+        hash_bits: int = 64,
     ) -> None:
         self.page_size = page_size
-        self.native = RadixTree(page_size, NAMESPACE, write_threshold=write_threshold, write_back=write_back)
+        self.native = RadixTree(
+            page_size, NAMESPACE, write_threshold=write_threshold, write_back=write_back, hash_bits=hash_bits
+        )
         self.oracle = Oracle(page_size, NAMESPACE, write_threshold=write_threshold, write_back=write_back)
         self.pages, self.frames = Places(num_pages), Places(num_frames)
         self.nodes: list[PairIds] = []

@@ -439,27 +439,47 @@ def test_bad_arguments_say_what_was_expected() -> None:
     assert tree.stats().nodes == 0
 
 
-def test_calls_from_several_threads_go_in_one_at_a_time() -> None:
+def test_a_hash_is_not_a_hit_until_the_tokens_match() -> None:
+    tree = RadixTree(PAGE, NAMESPACE, hash_bits=1)
+    for first, pages in enumerate(("ab", "cd", "ef", "gh")):
+        insert(tree, pages, 10 * first)
+    for first, pages in enumerate(("ab", "cd", "ef", "gh")):
+        assert list(tree.match(tokens(pages)).device_pages) == [10 * first, 10 * first + 1]
+    assert tree.match(tokens("zz")).num_pages == 0
+    tree.check()
+
+
+def test_candidates_for_eviction_do_not_outlive_their_nodes_for_ever() -> None:
     tree = RadixTree(1, NAMESPACE)
-    prompt = np.arange(20_000, dtype=np.uint32)
-    failures: list[BaseException] = []
+    for number in range(1500):  # each a host-only node, a candidate for eviction, that dies by a failed load
+        prompt = np.array([number], dtype=np.uint32)
+        root = tree.match(prompt).node
+        span = tree.insert_host(root, prompt, places(number), tree.keys_after(root, prompt), stored=False)
+        tree.finish_load(tree.begin_load(span.node, places(0)).id, 0)
+    assert tree.stats().nodes == 0
+    tree.check()
 
-    def work(number: int) -> None:
-        mine = prompt.copy()
-        mine[100 * number :] += 7 * number
-        try:
-            for turn in range(40):
-                end = 500 * turn + 200
-                tree.insert(mine[:end], np.arange(end, dtype=np.int32) + 1_000_000 * number)
-                tree.match(mine)
-        except BaseException as error:
-            failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert tree.stats().evictable_device_pages == tree.stats().device_pages
+def test_a_call_from_another_thread_waits_for_the_one_under_way() -> None:
+    size = 200_000
+    prompt = np.arange(size, dtype=np.uint32)
+    tree = RadixTree(1, NAMESPACE)
+    node = tree.insert(prompt, np.arange(size, dtype=np.int32)).node
+    about_to_hash = threading.Event()
+    keys: list[np.ndarray] = []
+
+    def hash_all() -> None:
+        about_to_hash.set()
+        keys.append(tree.keys_after(node, prompt[:1]))  # computes the keys of the whole path first
+
+    thread = threading.Thread(target=hash_all)
+    thread.start()
+    about_to_hash.wait()
+    for end in range(size - 1, size - 400, -1):  # splits the node whose keys are being computed
+        assert tree.match(prompt[:end]).num_pages == end
+    thread.join()
+    expected = chain_keys(NAMESPACE, ZERO_SCOPE, np.append(prompt, prompt[:1]), 1)
+    assert np.array_equal(keys[0], expected[-1:])
+    op = tree.begin_write(tree.unwritten(node), np.arange(size, dtype=np.int32))
+    assert np.array_equal(op.keys, expected[:-1])
     tree.check()

@@ -245,7 +245,8 @@ def test_nothing_is_inserted_below_pages_that_a_load_still_fills(tree: Tree) -> 
     tree.check()
 
 
-def test_a_load_below_one_that_failed_gives_its_pages_back_when_it_ends(tree: Tree) -> None:
+@pytest.mark.parametrize("good_pages", [0, 1, 2])
+def test_a_load_below_one_that_failed_gives_its_pages_back_when_it_ends(tree: Tree, good_pages: int) -> None:
     on_host(tree, "abcd")
     above, below = end_of(tree, "ab"), end_of(tree, "abcd")
     first = tree.begin_load(above, places(50, 51))
@@ -257,9 +258,12 @@ def test_a_load_below_one_that_failed_gives_its_pages_back_when_it_ends(tree: Tr
     assert tree.stats().detached_pages == 2
     assert residency(tree, "abcd") == "DHHH"
     again = tree.begin_load(below, places(60, 61, 62))
-    end = tree.finish_load(second.id, 2)
+    end = tree.finish_load(second.id, good_pages)
     assert sorted(end.failed_pages) == [52, 53]
-    assert residency(tree, "abcd") == "DDDD"
+    match = tree.match(tokens("abcd"))
+    assert list(match.device_pages) == [50, 60, 61, 62]  # the new load is not concerned
+    assert list(match.loads) == [again.id]
+    assert tree.info(below).ops == 1
     assert not tree.finish_load(again.id, 3).failed_pages.size
     tree.check()
 
@@ -316,6 +320,15 @@ def test_backups_need_host_copies(tree: Tree) -> None:
     assert tree.finish_backup(op.id, flags("01")) == 0  # a prefix, or nothing
     with pytest.raises(UnknownOp):
         tree.finish_backup(op.id, flags("01"))
+
+
+def test_what_storage_was_found_to_hold_meanwhile_stays_known(tree: Tree) -> None:
+    node = cached(tree, "ab")
+    root = tree.match(tokens("z")).node
+    op = tree.begin_backup(ids(node))
+    tree.insert_host(root, tokens("ab"), places(8, 9), tree.keys_after(root, tokens("ab")), stored=True)
+    assert tree.finish_backup(op.id, flags("00")) == 0
+    assert tree.info(node).stored_pages == 2
 
 
 # ---------------------------------------------------------------- write_back
