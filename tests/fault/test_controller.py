@@ -149,6 +149,22 @@ def test_pages_of_a_failed_load_are_not_given_to_anybody_while_a_request_still_h
         rig.cache.close(other, None, CloseReason.ABORTED)
 
 
+def test_a_request_whose_load_failed_gives_nothing_to_the_tree() -> None:
+    tokens = prompt(1, 6 * PAGE + 1)
+    with Rig() as rig:
+        on_host(rig, tokens)
+        fail_load_at(rig, page=2, layer=0)
+        handle = admitted(rig, tokens)
+        with pytest.raises(LoadFailed) as failure:
+            rig.read_prefix(handle)
+        rig.cache.load_failed(failure.value)
+        rig.cache.close(handle, tokens, CloseReason.ABORTED)  # whatever its owner believes it has computed
+        rig.cache.check()
+        assert rig.check_readable(tokens) == 2
+        rig.settle()
+        rig.cache.check()
+
+
 def test_a_load_that_does_not_get_on_is_given_up_and_its_pages_come_back_when_it_ends() -> None:
     tokens = prompt(1, 6 * PAGE + 1)
     with Rig(load_patience_s=0.0) as rig:

@@ -177,6 +177,23 @@ def test_without_frames_a_request_is_declined_at_once_and_asks_again_while_it_wa
         finish(rig, handle)
 
 
+def test_nothing_is_evicted_for_a_prefetch_that_cannot_have_enough(backend: ScriptedBackend) -> None:
+    with new_rig(backend, num_host_frames=12, prefetch_threshold_tokens=8 * PAGE) as rig:
+        for seed, pages in ((2, 8), (3, 4)):
+            rig.run(prompt(seed, pages * PAGE))
+            rig.settle()
+        rig.forget_device()
+        node = rig.tree.match(prompt(2, 8 * PAGE)).node
+        rig.tree.lock(node, HOST)  # 4 frames could be had, and 8 are the least that is worth it
+        handle = rig.open(TOKENS)
+        assert rig.prefetch_ends()["no_frames"] == 1
+        assert rig.count('hicache_evicted_pages_total{tier="host"}') == 0
+        assert rig.check_readable(prompt(3, 4 * PAGE)) == 4
+        rig.cache.close(handle, None, CloseReason.ABORTED)
+        rig.tree.unlock(node, HOST)
+        rig.cache.check()
+
+
 def test_a_request_does_not_ask_for_ever(backend: ScriptedBackend) -> None:
     with new_rig(backend, num_host_frames=16, prefetch_threshold_tokens=4 * PAGE) as rig:
         rig.run(prompt(2, 14 * PAGE))
