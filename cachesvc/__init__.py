@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from cachesvc.client.base import AttachRequest as AttachRequest
     from cachesvc.client.base import CacheClient as CacheClient
     from cachesvc.client.inprocess import InProcessClient as InProcessClient
-    from cachesvc.config import NodeConfig as NodeConfig
     from cachesvc.identity import Identity as Identity
     from cachesvc.node.node import Node as Node
     from cachesvc.node.parts import NodeOptions as NodeOptions
@@ -27,7 +26,6 @@ _HOMES = {
     "Identity": "cachesvc.identity",
     "InProcessClient": "cachesvc.client.inprocess",
     "Node": "cachesvc.node.node",
-    "NodeConfig": "cachesvc.config",
     "NodeOptions": "cachesvc.node.parts",
     "Tier": "cachesvc.node.tiers",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -155,9 +156,12 @@ def split_extra_config(text: str | None) -> tuple[dict[str, object], dict[str, A
         if key not in backend:
             continue
         value = backend.pop(key)
-        if isinstance(value, bool) or not isinstance(value, kinds) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
             raise ValueError(f"{key} must be {'a whole' if kinds is int else 'a'} number of at least 0, got {value!r}")
         core[name] = value
+    for key in backend:
+        for meant in difflib.get_close_matches(key, CORE_KEYS, n=1, cutoff=0.8):
+            raise ValueError(f"unknown key {key!r}; did you mean {meant!r}?")
     return backend, core
 
 

@@ -64,7 +64,12 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
     tiers = []
     if config.storage_backend is not None:
         tiers.append(Tier(config.storage_backend, open_backend(config.storage_backend, config.storage_config)))
-    node = Node(tiers, clock=clock)
+    try:
+        node = Node(tiers, clock=clock)
+    except BaseException:
+        for tier in tiers:
+            tier.backend.close()
+        raise
     client = InProcessClient(node)
     try:
         attachment = client.attach(AttachRequest(identity, GROUP, config.num_host_frames, identity.page_bytes()))
