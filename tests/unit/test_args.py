@@ -78,7 +78,7 @@ def test_extra_config_is_split_between_the_cache_and_the_backend(tmp_path: Path)
         ('{"prefetch_timeout_base": -1}', "prefetch_timeout_base must be a number of at least 0, got -1"),
         ('{"prefetch_timeout_base": Infinity}', "prefetch_timeout_base must be a number of at least 0, got inf"),
         ('{"prefetch_timeout_base": NaN}', "prefetch_timeout_base must be a number of at least 0, got nan"),
-        ('{"prefetch_treshold": 64}', "unknown key 'prefetch_treshold'; did you mean 'prefetch_threshold'?"),
+        ('{"prefetch_treshold": 64}', "unknown key prefetch_treshold; did you mean prefetch_threshold?"),
         ('{"prefetch_timeout_cap": true}', "prefetch_timeout_cap must be a number of at least 0, got True"),
     ],
 )
