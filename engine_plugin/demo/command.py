@@ -48,9 +48,13 @@ def parser() -> argparse.ArgumentParser:
 def command(argv: Sequence[str]) -> int:
     """Runs the demo. Returns 0; 1 when an engine failed or outputs differ; 2 for a file or option that cannot be used.
 
-    Engines are child processes and end before this returns, whatever happens.
+    Engines are child processes and end before this returns, whatever happens. 130: interrupted.
     """
-    return run(parser().parse_args(argv), ENGINE_COMMAND, open_served_model)
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as ended:  # --help, or an option that argparse refused and named
+        return int(ended.code or 0)
+    return run(options, ENGINE_COMMAND, open_served_model)
 
 
 def run(options: argparse.Namespace, engine_command: Sequence[str], open_model: ModelOpener) -> int:

@@ -31,8 +31,8 @@ class Screen(ABC):
         self.console.print(f"[dim]set-up:[/dim] {what} [dim]({self.setup_s[name]:.1f} s)[/dim]")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
-        self.console.print(text, markup=False, soft_wrap=True)  # paths and commands stay whole
+        """A line that stays. Wrapped for a terminal only: in a file a line is a line."""
+        self.console.print(text, markup=False, soft_wrap=not self.console.is_terminal)
 
     @abstractmethod
     def _working(self, what: str) -> AbstractContextManager[object]:

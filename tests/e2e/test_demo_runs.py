@@ -122,6 +122,17 @@ def test_a_file_of_another_format_names_those_accepted(tmp_path: Path, capsys: p
     assert "cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
+def test_a_wrong_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.command(["--turns", "0"]) == 2
+    assert "argument --turns: must be at least 1, got 0" in capsys.readouterr().err
+    assert demo.command(["--help"]) == 0 and "--sessions FILE" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.command(["--model-path", "nosuch"]) == 2
+    assert "--model-path: model 'nosuch'" in capsys.readouterr().err
+
+
 def test_sessions_that_cannot_be_built_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo("--max-tokens-per-turn", "200") == 2
     assert "too short" in capsys.readouterr().err
