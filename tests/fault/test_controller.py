@@ -302,6 +302,23 @@ def test_t06_a_host_full_of_pinned_pages_drops_what_the_device_evicts() -> None:
         rig.cache.check()
 
 
+def test_t06_a_page_that_something_on_host_hangs_below_stays_where_it_is() -> None:
+    with Rig(num_host_frames=4, device_pages=8, write_policy=WRITE_BACK) as rig:
+        tokens = prompt(1, 8 * PAGE)
+        rig.run(tokens)
+        rig.run(prompt(2, 4 * PAGE))  # the last four pages of the first move to host, and fill it
+        leaf = node_of(rig, tokens)
+        assert rig.tree.info(leaf).host
+        rig.tree.lock(leaf, HOST)
+        assert not rig.admit(rig.open(prompt(3, 6 * PAGE)))  # no frame for what is above: it can neither move nor go
+        rig.cache.check()
+        assert rig.check_readable(tokens) == 8
+        rig.tree.unlock(leaf, HOST)
+        rig.settle()
+        assert rig.admit(rig.open(prompt(4, 6 * PAGE)))
+        rig.cache.check()
+
+
 def test_e4_a_failed_copy_leaves_the_device_page_and_is_made_again_at_eviction() -> None:
     with Rig(device_pages=8) as rig:
         tokens = prompt(1, 6 * PAGE)

@@ -242,6 +242,23 @@ def test_frames_are_evicted_for_the_shortfall_only() -> None:
         rig.cache.check()
 
 
+def test_orphans_go_before_anything_the_tree_knows() -> None:
+    with Rig(num_host_frames=8) as rig:
+        rig.run(prompt(1, 4 * PAGE))
+        rig.settle()
+        rig.forget_device()
+        orphans = rig.cache._frames.take(4)
+        keys = np.arange(4 * 32, dtype=np.uint8).reshape(4, 32)
+        rig.tree.add_orphans(keys, orphans, np.arange(4, dtype=np.uint32), np.zeros(4, np.uint64))
+        rig.cache.check()
+        rig.run(prompt(2, 3 * PAGE))
+        rig.settle()
+        assert rig.tree.stats().orphans == 1
+        assert rig.count('hicache_evicted_pages_total{tier="host"}') == 0
+        assert rig.check_readable(prompt(1, 4 * PAGE)) == 4
+        rig.cache.check()
+
+
 def test_a_write_that_found_no_frame_is_tried_again_when_there_are_some() -> None:
     with Rig(num_host_frames=8, manual_transfers=True) as rig:
         rig.run(prompt(1, 8 * PAGE))
