@@ -29,6 +29,9 @@ ADMISSION_OUTCOMES: Final = lookup_table(
     }
 )
 
+PRESENCE_OUTCOMES: Final = lookup_table({False: Outcome.MISS, True: Outcome.OK})
+"""By a boolean viewed as uint8: whether the object is there."""
+
 _TRANSIENT = (
     errno.EAGAIN,
     errno.EINTR,

@@ -33,7 +33,7 @@ from storage_backends.base import (
     check_batch,
     outcomes,
 )
-from storage_backends.codes import ADMISSION_OUTCOMES, ERRNO_OUTCOMES
+from storage_backends.codes import ADMISSION_OUTCOMES, ERRNO_OUTCOMES, PRESENCE_OUTCOMES
 from storage_backends.errors import StorageConfigError
 from storage_backends.file.config import FileConfig, default_capacity
 from storage_backends.file.index import FileIndex
@@ -96,7 +96,7 @@ class FileBackend(StorageBackend):
                 there = lengths >= 0
                 self._index.adopt(asked, lengths, there)
                 found[unknown] = there
-            return np.where(found, Outcome.OK, Outcome.MISS).astype(np.uint8)
+            return PRESENCE_OUTCOMES[found.view(np.uint8)]
 
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
         with self._calls.call():

@@ -21,7 +21,7 @@ from storage_backends.base import (
     Usage,
     check_batch,
 )
-from storage_backends.codes import ADMISSION_OUTCOMES, lookup_table
+from storage_backends.codes import ADMISSION_OUTCOMES, PRESENCE_OUTCOMES, lookup_table
 from storage_backends.errors import StorageClosed
 from storage_backends.memory.config import MemoryConfig
 
@@ -66,7 +66,7 @@ class MemoryBackend(StorageBackend):
 
     def contains(self, ids: ObjectIds) -> Outcomes:
         self._check_open()
-        return np.where(self._index.contains(ids), Outcome.OK, Outcome.MISS).astype(np.uint8)
+        return PRESENCE_OUTCOMES[self._index.contains(ids).view(np.uint8)]
 
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
         self._check_open()
@@ -101,7 +101,7 @@ class MemoryBackend(StorageBackend):
         self._check_open()
         known = self._index.contains(ids)
         self._remove_victims(self._index.withdraw(ids))
-        return np.where(known | self._objects.remove(ids), Outcome.OK, Outcome.MISS).astype(np.uint8)
+        return PRESENCE_OUTCOMES[(known | self._objects.remove(ids)).view(np.uint8)]
 
     def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
         self._check_open()
