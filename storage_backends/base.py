@@ -118,7 +118,7 @@ class Capabilities:
     header_bytes: int
     """How large a page header this medium wants (128 or 4096), so that the payload behind it stays aligned."""
     index_answers: bool
-    """`contains` is answered from memory, without I/O."""
+    """Keeps an index in memory, from which `contains` is answered whenever `knows_all`."""
     persistent: bool
     """Objects survive close and re-open."""
     shared: bool
@@ -170,7 +170,22 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def contains(self, ids: ObjectIds) -> Outcomes:
-        """OK or MISS for each, or a failure. Takes no reference and changes no order of eviction."""
+        """OK or MISS for each, or a failure; asks the medium about what `known` cannot tell.
+
+        Takes no reference and changes no order of eviction.
+        """
+
+    def known(self, ids: ObjectIds) -> NDArray[np.bool_]:
+        """bool[n]: there, as far as memory tells. Never any I/O, so it may be asked where nothing may block."""
+        found = self.contains(ids) if self.knows_all() else outcomes(len(ids), Outcome.MISS)
+        return np.equal(found, Outcome.OK)
+
+    def knows_all(self) -> bool:
+        """Whether what is not `known` is not there, now; otherwise `contains` may find more, by asking the medium.
+
+        Never blocks and never raises; False once closed.
+        """
+        return self.capabilities().index_answers
 
     @abstractmethod
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:

@@ -40,9 +40,8 @@ def num_known(session: Session, keys: Keys) -> int:
 def _with_tiers(session: Session, keys: Keys, in_frames: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """`in_frames`, and what tiers know of the other pages up to the first one that nobody has.
 
-    In growing slices: a tier may have to look at names on a medium for what it does not know (a scan still running,
-    other writers in the same directory), and a chain that is not there at all must not cost a look for each of its
-    pages.
+    In growing slices: a chain that is not there at all must not cost a look for each of its pages. What a tier does
+    not know from memory is left to a probe.
     """
     held = in_frames.copy()
     missing = np.flatnonzero(~in_frames)

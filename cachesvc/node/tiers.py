@@ -64,6 +64,14 @@ class _CountedTier:
     def contains(self, ids: ObjectIds) -> Outcomes:
         return self._ask(Direction.PROBE, len(ids), lambda: self.backend.contains(ids))
 
+    def known(self, ids: ObjectIds) -> Outcomes:
+        """OK or MISS as far as memory tells; no I/O."""
+        return self._ask(
+            Direction.PROBE,
+            len(ids),
+            lambda: np.where(self.backend.known(ids), Outcome.OK, Outcome.MISS).astype(np.uint8),
+        )
+
     def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> Outcomes:
         results = self._ask(Direction.READ, len(ids), lambda: self.view(namespace).get_into(ids, segments))
         self._count_bytes(Direction.READ, segments, results == Outcome.OK)
@@ -116,8 +124,8 @@ class TierChain:
     def __init__(self, tiers: Sequence[Tier], counters: NodeCounters, clock: Clock) -> None:
         self._counters = counters
         self._tiers = [_CountedTier(tier, counters, clock) for tier in tiers]
-        self._at_once = [tier for tier in self._tiers if tier.capabilities.index_answers]
-        self._slow = [tier for tier in self._tiers if not tier.capabilities.index_answers]
+        # Those that answer from memory are asked before those that have to look.
+        self._probed = sorted(self._tiers, key=lambda tier: not tier.capabilities.index_answers)
 
     @property
     def can_write(self) -> bool:
@@ -126,17 +134,17 @@ class TierChain:
 
     @property
     def must_probe(self) -> bool:
-        """Whether some tier cannot say from memory what it holds."""
-        return bool(self._slow)
+        """Whether some tier cannot say from memory what it holds, or not yet (a scan still running)."""
+        return not all(tier.backend.knows_all() for tier in self._tiers)
 
     def known(self, ids: ObjectIds) -> NDArray[np.bool_]:
         """bool[n]: held by a tier that knows without I/O."""
-        return self._contains(self._at_once, ids)
+        return self._contains([tier.known for tier in self._tiers], ids)
 
     def probe(self, ids: ObjectIds) -> NDArray[np.bool_]:
         """bool[n]: held by any tier; asks the media that do not know from memory for the pages the others do not
         have."""
-        return self._contains([*self._at_once, *self._slow], ids)
+        return self._contains([tier.contains for tier in self._probed], ids)
 
     def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> Outcomes:
         """Reads each page from the first tier that delivers it. Where none does: the first answer that is not a MISS,
@@ -177,13 +185,13 @@ class TierChain:
         for tier in reversed(self._tiers):
             tier.backend.close()
 
-    def _contains(self, tiers: Sequence[_CountedTier], ids: ObjectIds) -> NDArray[np.bool_]:
+    def _contains(self, asks: Sequence[Callable[[ObjectIds], Outcomes]], ids: ObjectIds) -> NDArray[np.bool_]:
         held = np.zeros(len(ids), np.bool_)
-        for tier in tiers:
+        for ask in asks:
             wanted = np.flatnonzero(~held)
             if not len(wanted):
                 break
-            held[wanted] = tier.contains(ids if len(wanted) == len(ids) else ids[wanted]) == Outcome.OK
+            held[wanted] = ask(ids if len(wanted) == len(ids) else ids[wanted]) == Outcome.OK
         return held
 
     def _write_missing(

@@ -34,7 +34,7 @@ from storage_backends.base import (
     outcomes,
 )
 from storage_backends.codes import ADMISSION_OUTCOMES, ERRNO_OUTCOMES, PRESENCE_OUTCOMES
-from storage_backends.errors import StorageConfigError
+from storage_backends.errors import StorageClosed, StorageConfigError
 from storage_backends.file.config import FileConfig, default_capacity
 from storage_backends.file.index import FileIndex
 from storage_backends.file.writers import Writers
@@ -97,6 +97,17 @@ class FileBackend(StorageBackend):
                 self._index.adopt(asked, lengths, there)
                 found[unknown] = there
             return PRESENCE_OUTCOMES[found.view(np.uint8)]
+
+    def known(self, ids: ObjectIds) -> NDArray[np.bool_]:
+        with self._calls.call():
+            return self._index.objects.contains(ids)
+
+    def knows_all(self) -> bool:
+        try:
+            with self._calls.call():
+                return self._index.is_authority
+        except StorageClosed:
+            return False
 
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
         with self._calls.call():

@@ -31,6 +31,12 @@ class PassingLayer(StorageBackend):
     def contains(self, ids: ObjectIds) -> Outcomes:
         return self.inner.contains(ids)
 
+    def known(self, ids: ObjectIds) -> NDArray[np.bool_]:
+        return self.inner.known(ids)
+
+    def knows_all(self) -> bool:
+        return self.inner.knows_all()
+
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
         return self.inner.get_into(ids, segments)
 

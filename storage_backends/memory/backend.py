@@ -68,6 +68,9 @@ class MemoryBackend(StorageBackend):
         self._check_open()
         return PRESENCE_OUTCOMES[self._index.contains(ids).view(np.uint8)]
 
+    def knows_all(self) -> bool:
+        return not self._is_closed
+
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
         self._check_open()
         moment = self._index.moment()

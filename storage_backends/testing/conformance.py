@@ -96,6 +96,18 @@ class StorageConformance:
         assert (usage.used_bytes, usage.reserved_bytes, usage.objects) == (0, 0, 0)
         assert sum(len(batch.ids) for batch in backend.scan()) == 0
 
+    def test_known_is_what_memory_tells(self, backend: StorageBackend) -> None:
+        assert backend.wait_ready(30)
+        stored, _ = self.put(backend, 2)
+        ids = np.concatenate([stored, make_ids(1, seed=5)])
+        known = backend.known(ids)
+        assert known.dtype == np.bool_
+        assert not known[2]
+        if backend.capabilities().index_answers:
+            assert known.tolist() == [True, True, False]
+        else:
+            assert not backend.knows_all()
+
     def test_empty_batch(self, backend: StorageBackend) -> None:
         ids, none = make_ids(0), self.buffers(0).segments()
         for result in (
@@ -457,6 +469,7 @@ class StorageConformance:
         for call in calls:
             with pytest.raises(StorageClosed):
                 call()
+        assert not backend.knows_all()
 
     def test_descriptors_stay_constant(self, backend: StorageBackend) -> None:
         ids, source = self.put(backend, 2)

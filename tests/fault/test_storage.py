@@ -381,6 +381,8 @@ class TestStart:
         backend = FileBackend(FileConfig(tmp_path, 100 * OBJECT_BYTES))
         there = [Outcome.OK] * 2 + [Outcome.MISS] * 2
         assert not backend.wait_ready(0)
+        assert not backend.knows_all()
+        assert not backend.known(ids).any(), "asking the medium here could block whoever asks"
         assert backend.contains(ids).tolist() == there
         assert backend.get_into(ids, target.segments()).tolist() == there
         assert np.array_equal(target.rows[:2], pages.rows[:2])
@@ -388,6 +390,8 @@ class TestStart:
         assert backend.delete(ids[:1].copy()).tolist() == [Outcome.OK]
         gate.set()
         assert backend.wait_ready(60)
+        assert backend.knows_all()
+        assert backend.known(ids).tolist() == [False, True, False, False]
         assert backend.contains(ids).tolist() == [Outcome.MISS, Outcome.OK, Outcome.MISS, Outcome.MISS]
         assert backend.usage().used_bytes == OBJECT_BYTES
         assert backend.put_from(ids, pages.segments()).tolist() == [
@@ -459,6 +463,10 @@ class TestResources:
             with opened(tmp_path) as backend:
                 backend.contains(make_ids(1))
         assert open_descriptors() == descriptors
+        for _ in range(100_000):  # a joined thread may take a moment to leave the list
+            if len(os.listdir("/proc/self/task")) <= threads:
+                break
+            os.sched_yield()
         assert len(os.listdir("/proc/self/task")) == threads
         assert os.listdir(tmp_path / "writers") == []
 

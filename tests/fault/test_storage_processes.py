@@ -128,6 +128,8 @@ class TestKilledBetweenWriteAndRename:
             writer.let_go()
             assert writer.hear() == [Outcome.OK] * 3
             target = Buffers.make(3, PAGE_BYTES)
+            assert not backend.knows_all(), "another process may have put anything"
+            assert not backend.known(ids_of([0, 1, 2])).any()
             assert (backend.contains(ids_of([0, 1, 2])) == Outcome.OK).all()
             assert (backend.get_into(ids_of([0, 1, 2]), target.segments()) == Outcome.OK).all()
             assert np.array_equal(target.rows, pages_of([0, 1, 2]).rows)
