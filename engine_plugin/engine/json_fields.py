@@ -94,6 +94,10 @@ def parse_json(body: bytes) -> object:
         raise BadRequest(f"the body is not JSON: {error}") from None
     except RecursionError:
         raise BadRequest("the body is not JSON that can be read: nested too deep") from None
+    except BadRequest:
+        raise
+    except ValueError:  # the interpreter's limit on the digits of a whole number
+        raise BadRequest("the body is not JSON that can be read: a number has too many digits") from None
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -22,6 +23,8 @@ import threading
 from pathlib import Path
 
 from storage_backends.errors import StorageClosed
+
+logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02
 _DIRECTORY = "writers"
@@ -106,8 +109,11 @@ class Writers:
                 (self._directory / token).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Leave. The byte count stays as it is, for the others and for nobody."""
-        (self._directory / self.token).unlink(missing_ok=True)
+        """Leave. The byte count stays as it is, for the others and for nobody. Never raises."""
+        try:
+            (self._directory / self.token).unlink(missing_ok=True)
+        except OSError as error:  # the directory was replaced or became read-only; unlocked, the name is a dead one's
+            logger.warning("cannot remove the registration %s: %s", self._directory / self.token, error.strerror)
         del self._counters
         self._memory.close()
         os.close(self._lock_fd)

@@ -337,6 +337,15 @@ class TestChangedFromOutside:
             assert backend.get_into(ids, pages.segments()).tolist() == [Outcome.MISS]
             assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.OK]
 
+    def test_directory_replaced_by_a_file(self, tmp_path: Path) -> None:
+        """Whoever uses it can still close: all descriptors are given back, and nothing is raised."""
+        root = tmp_path / "pages"
+        before = open_descriptors()
+        with opened(root):
+            root.rename(tmp_path / "elsewhere")
+            root.touch()
+        assert open_descriptors() == before
+
     def test_foreign_files_are_ignored(self, tmp_path: Path) -> None:
         (tmp_path / "ab").mkdir()
         (tmp_path / "ab" / "README.page").write_bytes(b"hello")

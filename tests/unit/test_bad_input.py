@@ -27,6 +27,7 @@ BAD_BODIES: list[tuple[object, str]] = [
     (b'{"text": NaN}', "NaN is no number in JSON"),
     (b"\xff\xfe", "the body is not JSON"),
     (b"[" * 100_000, "nested too deep"),
+    (b'{"input_ids": [' + b"9" * 5000 + b"]}", "a number has too many digits"),
     ([1, 2], "the body must be a JSON object, got a list"),
     ({}, "exactly one of text and input_ids is expected, got none"),
     ({"text": "a", "input_ids": [1]}, "exactly one of text and input_ids is expected, got both"),
