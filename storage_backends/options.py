@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from storage_backends.errors import StorageConfigError
 
@@ -43,6 +45,13 @@ def whole_number(name: str, value: object, low: int, high: int) -> int:
     if not low <= number <= high:
         raise StorageConfigError(f"{name}={value!r} is not within {low} to {high}")
     return number
+
+
+def path_of(name: str, value: object) -> Path:
+    """A path given as text, `~` expanded, made absolute."""
+    if not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value):
+        raise StorageConfigError(f"{name}={value!r} is not a path")
+    return Path(value).expanduser().absolute()
 
 
 def one_of(name: str, value: object, valid: Iterable[str]) -> str:

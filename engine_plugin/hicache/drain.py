@@ -13,7 +13,7 @@ import time
 
 from cachekernels.slots import FREE, USED, SlotStates
 from cachekernels.tree import RadixTree
-from cachekernels.tree_types import DeviceEviction
+from cachekernels.tree_types import DeviceEviction, TreeError
 
 from cachesvc.client.base import CacheClient
 from engine_plugin.hicache.backup import Backup
@@ -51,7 +51,7 @@ class Drain:
             pass
         self._client.drain(max(0.0, deadline_s - time.monotonic()))
         self._cache.poll()
-        return self._count_lost()
+        return count_lost(self._tree, self._pages, self._frames)
 
     def _wait_idle(self, deadline_s: float) -> bool:
         """Until nothing is in flight. False: the time is up."""
@@ -72,21 +72,41 @@ class Drain:
         return bool(len(eviction.to_copy)) and self._writer.copy_now(eviction.to_copy)[1] > 0
 
     def _evict_device(self) -> DeviceEviction:
-        eviction = self._tree.evict_device(self._tree.stats().device_pages)
-        if len(eviction.pages):
-            self._pages.move(eviction.pages, USED, FREE)
-        return eviction
+        return evict_all(self._tree, self._pages)
 
-    def _count_lost(self) -> int:
-        """Pages only the device has, pages only the host has; what a copy that hangs still locks counts in full."""
-        eviction = self._evict_device()
-        lost = sum(self._tree.info(node).num_pages for node in eviction.to_copy.tolist())
-        for node in eviction.victims.tolist():
-            dropped = self._tree.drop_device(node)
-            self._pages.move(dropped.pages, USED, FREE)
-            self._frames.release(dropped.frames)
-        self._evict_device()
-        evicted = self._tree.evict_host(self._tree.stats().host_frames)
-        self._frames.release(evicted.frames)
-        left = self._tree.stats()
-        return lost + evicted.dropped_unstored_pages + left.device_pages + left.host_frames
+
+def evict_all(tree: RadixTree, pages: SlotStates) -> DeviceEviction:
+    """Let everything leave the device that may; what has a host copy or is not worth one is gone with this call."""
+    eviction = tree.evict_device(tree.stats().device_pages)
+    if len(eviction.pages):
+        pages.move(eviction.pages, USED, FREE)
+    return eviction
+
+
+def count_lost(tree: RadixTree, pages: SlotStates, frames: HostFrames) -> int:
+    """Empties the tree and returns how many pages worth keeping no storage has, or has behind a page that is lost.
+
+    Counted: pages only the device has, with what hangs below them on the host; pages only the host has; and, in full,
+    what a copy that hangs still locks.
+    """
+    lost = 0
+    while num_dropped := _drop_victims(tree, pages, frames):
+        lost += num_dropped
+    evicted = tree.evict_host(tree.stats().host_frames)
+    frames.release(evicted.frames)
+    left = tree.stats()
+    return lost + evicted.dropped_unstored_pages + left.device_pages + left.host_frames
+
+
+def _drop_victims(tree: RadixTree, pages: SlotStates, frames: HostFrames) -> int:
+    """One round: what could go first makes leaves of what lies above it."""
+    num_dropped = 0
+    for node in evict_all(tree, pages).victims.tolist():
+        try:
+            dropped = tree.drop_device(node)
+        except TreeError:  # something below it is on the device or held: the next round, or what is left, counts it
+            continue
+        pages.move(dropped.pages, USED, FREE)
+        frames.release(dropped.frames)
+        num_dropped += len(dropped.pages) + len(dropped.frames)
+    return num_dropped

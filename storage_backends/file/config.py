@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage_backends.errors import StorageConfigError
-from storage_backends.options import byte_size, check_names, one_of, whole_number
+from storage_backends.options import byte_size, check_names, one_of, path_of, whole_number
 
 DEFAULT_CAPACITY_BYTES = 10 * 2**30
 DEFAULT_FREE_SHARE = 10  # one part in so many of the file system's free space
@@ -35,7 +35,7 @@ class FileConfig:
         check_names("file", options, FileConfig.__dataclass_fields__)
         capacity = options.get("capacity_bytes")
         return FileConfig(
-            path=Path(os.fspath(str(options.get("path") or default_path()))).expanduser().absolute(),
+            path=path_of("path", options.get("path", default_path())),
             capacity_bytes=None if capacity is None else byte_size("capacity_bytes", capacity),
             direct=one_of("direct", options.get("direct", "auto"), ("auto", "on", "off")),
             threads=whole_number("threads", options.get("threads", DEFAULT_THREADS), 0, 256),

@@ -99,6 +99,9 @@ class TestOptions:
     def test_bad_values_name_what_is_valid(self) -> None:
         with pytest.raises(StorageConfigError, match="direct='maybe' is not one of auto, on, off"):
             FileConfig.parse({"path": "/tmp", "direct": "maybe"})
+        for path in (5, "", "a\0b", True, ["x"]):
+            with pytest.raises(StorageConfigError, match=r"path=.* is not a path"):
+                FileConfig.parse({"path": path})
         with pytest.raises(StorageConfigError, match="threads='many' is not a whole number"):
             FileConfig.parse({"path": "/tmp", "threads": "many"})
         with pytest.raises(StorageConfigError, match="threads=-1 is not within 0 to 256"):
