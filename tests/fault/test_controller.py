@@ -6,8 +6,6 @@ fault catalogue.
 
 from __future__ import annotations
 
-import gc
-import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from storage_backends.errors import StorageUnavailable
 from storage_backends.file import backend as file
 from storage_backends.memory.backend import open_backend
 from tests.helpers.caches import HANG_S, IDENTITY, PAGE, POISON, Gate, Rig, prompt
+from tests.helpers.resources import growth, resources
 from tests.oracles.pages import ScriptedBackend
 
 FOUR_LAYERS = replace(IDENTITY, num_layers=4)
@@ -624,18 +623,16 @@ def test_l5_fifty_flushes_and_fifty_engines_leave_no_thread_and_no_fd() -> None:
                 assert rig.cache.flush().ok
 
     one_life(1)
-    gc.collect()
-    before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+    before = resources()
     with Rig(backend=open_backend({})) as rig:
         rig.run(prompt(1, 6 * PAGE))
         rig.settle()
-        during = (threading.active_count(), len(os.listdir("/proc/self/fd")))
+        during = resources()
         for _ in range(50):
             rig.run(prompt(1, 6 * PAGE))
             rig.settle()
             assert rig.cache.flush().ok
-        assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == during
+        assert growth(during) == []
     for _ in range(50):
         one_life(1)
-    gc.collect()
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    assert growth(before) == []

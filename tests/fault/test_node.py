@@ -3,7 +3,6 @@
 Every wait is for an event; nothing here depends on how fast anything is.
 """
 
-import os
 import threading
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from storage_backends.base import Outcome
 from storage_backends.registry import open_backend
+from tests.helpers.resources import growth, resources
 from tests.oracles.pages import (
     CANCELLED,
     HANG_S,
@@ -37,10 +37,6 @@ EXCEPTIONS = [OSError(5, "EIO"), TimeoutError("slow"), ValueError("bug"), Memory
 @pytest.fixture
 def backend():
     return ScriptedBackend(memory_backend())
-
-
-def resources():
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def idle(engine):
@@ -182,7 +178,7 @@ def test_whatever_a_backend_raises_fails_the_op_and_nothing_else(backend, verb, 
     with Node([Tier("memory", backend)]) as node:
         store(node, KEYS)
         engine = Engine(node)
-        threads = threading.active_count()
+        before = resources()
 
         def explode(_):
             raise error
@@ -202,7 +198,7 @@ def test_whatever_a_backend_raises_fails_the_op_and_nothing_else(backend, verb, 
             assert engine.wait(engine.backup(keys, FRAMES[:4])) == "completed"
             assert engine.wait(engine.prefetch(keys, FRAMES[4:])) == "completed"
             engine.check_pages(keys, FRAMES[4:])
-        assert threading.active_count() == threads
+        assert growth(before) == []
         assert node.counters.worker_exceptions.value() == 0
 
 
@@ -421,7 +417,7 @@ def test_crowds_that_cancel_leave_nothing_behind(backend):
         assert not failures
         assert node.counters.worker_exceptions.value() == 0
         assert len(node._parts.reads) == len(node._parts.writes) == 0
-    assert resources() == before
+    assert growth(before) == []
 
 
 def crowd_member(node, number):

@@ -26,6 +26,7 @@ from storage_backends.layers.fault import FaultLayer, Flip, Script
 from storage_backends.layers.metrics import MetricsLayer
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.testing.objects import Buffers, make_ids, open_descriptors
+from tests.helpers.resources import growth, resources
 from tests.oracles.page_header import seal
 
 NAMESPACE = bytes(range(32))
@@ -467,16 +468,11 @@ class TestResources:
     def test_threads_and_descriptors_constant_over_openings(self, tmp_path: Path) -> None:
         with opened(tmp_path):
             pass
-        descriptors, threads = open_descriptors(), len(os.listdir("/proc/self/task"))
+        before = resources()
         for _ in range(50):
             with opened(tmp_path) as backend:
                 backend.contains(make_ids(1))
-        assert open_descriptors() == descriptors
-        for _ in range(100_000):  # a joined thread may take a moment to leave the list
-            if len(os.listdir("/proc/self/task")) <= threads:
-                break
-            os.sched_yield()
-        assert len(os.listdir("/proc/self/task")) == threads
+        assert growth(before) == []
         assert os.listdir(tmp_path / "writers") == []
 
     def test_close_waits_for_calls_under_way(self, tmp_path: Path) -> None:

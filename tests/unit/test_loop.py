@@ -18,6 +18,7 @@ from engine_plugin.engine.request import Progress, Request, SamplingParams
 from engine_plugin.engine.scheduler import Limits, Scheduler
 from engine_plugin.hicache.base import CacheHandle
 from engine_plugin.hicache.no_cache import NoCache
+from tests.helpers.resources import growth, resources
 from tests.oracles.token_model import TokenModel, expected_output, new_planes
 
 PROMPT = [3, 4, 5]
@@ -285,7 +286,7 @@ def test_fds_and_threads_are_given_back() -> None:
         engine.stop(1.0)
 
     cycle()
-    fds, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    before = resources()
     for _ in range(20):
         cycle()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (fds, threads)
+    assert growth(before) == []

@@ -1,7 +1,5 @@
 """Attach: who is let in, who is refused with both values, who runs with the cache off; and that everything closes."""
 
-import os
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +12,7 @@ from cachesvc.node import attach
 from cachesvc.node.node import Node
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Decline
+from tests.helpers.resources import growth, resources
 from tests.oracles.pages import IDENTITY, PAGE_BYTES, Engine, ScriptedBackend, chain, depths, indices, memory_backend
 
 CHANGES = {
@@ -195,7 +194,7 @@ def test_threads_and_descriptors_are_constant_over_fifty_nodes():
         assert backend.is_closed
 
     once()
-    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    before = resources()
     for _ in range(50):
         once()
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    assert growth(before) == []
