@@ -93,7 +93,7 @@ class HybridCacheController(RadixCache):
         self._backup = backup(tree, self._client, lower.num_frames, counts)
         self._writer = Writer(tree, self._frames, transfer, self._store_worker, counts, self._written)
         self._loads = LoadBack(tree, self._pages, self._frames, transfer, self._load_worker, counts, load_patience_s)
-        threshold_tokens = max(config.prefetch_threshold_tokens, config.page_size)
+        threshold_tokens = config.prefetch_threshold_tokens
         self._reads = Reads(
             tree,
             self._client,

@@ -210,6 +210,25 @@ def test_a_load_below_one_that_failed_comes_back_too() -> None:
         assert rig.count("device_pages_free") + rig.tree.stats().device_pages == 64
 
 
+def test_pages_below_a_failed_load_wait_for_everybody_who_was_promised_them() -> None:
+    tokens = prompt(1, 10 * PAGE + 1)
+    with Rig() as rig:
+        on_host(rig, tokens)
+        rig.transfer.bad_load = lambda pages, at: 2 if at == 0 and len(pages) == 4 else None  # the upper one only
+        upper = admitted(rig, tokens[: 4 * PAGE + 1])
+        lower = admitted(rig, tokens)
+        with pytest.raises(LoadFailed) as failure:
+            rig.read_prefix(upper)
+        assert failure.value.handles == (upper,)
+        rig.recover(failure.value)
+        rig.settle()  # the lower load ends well, and its pages are of no use
+        rig.cache.check()
+        assert rig.count("device_pages_free") == 64 - 11 - rig.tree.stats().device_pages + 2
+        rig.cache.close(lower, None, CloseReason.ABORTED)
+        rig.cache.check()
+        assert rig.count("device_pages_free") == 64 - rig.tree.stats().device_pages
+
+
 def test_an_aborted_request_leaves_its_load_to_end_by_itself() -> None:
     tokens = prompt(1, 6 * PAGE + 1)
     with Rig(device_pages=8) as rig:

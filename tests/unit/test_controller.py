@@ -185,6 +185,21 @@ def test_a_forward_waits_for_the_layer_it_needs_and_no_other() -> None:
         rig.cache.check()
 
 
+def test_what_is_computed_behind_a_load_is_shared_at_once() -> None:
+    with Rig() as rig:
+        tokens = prompt(1, 8 * PAGE)
+        rig.run(tokens[: 4 * PAGE])
+        rig.settle()
+        rig.forget_device()
+        handle = rig.open(tokens)
+        assert rig.admit(handle)
+        rig.prefill(handle)  # no poll since the load ended
+        assert rig.tree.match(tokens).num_pages == 8
+        rig.cache.close(handle, tokens, CloseReason.FINISHED)
+        rig.settle()
+        rig.cache.check()
+
+
 def test_there_is_nothing_to_wait_for_when_nothing_is_loaded() -> None:
     with Rig() as rig:
         handle = rig.open(prompt(1, 20))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cachekernels.pages import object_ids
 from cachekernels.tree import DEVICE, HOST
 
 from cachesvc.node.parts import NodeOptions
@@ -168,10 +169,13 @@ def test_without_frames_a_request_is_declined_at_once_and_asks_again_while_it_wa
         assert rig.prefetch_ends() == {"miss": 1, "no_frames": 1}
         assert rig.cache.ready(handle)
         rig.tree.unlock(node, HOST)
+        assert rig.cache.ready(handle)
+        assert rig.count("host_frames_lent") == 0  # not at every step
         for _ in range(POLLS_BETWEEN_TRIES):
             rig.cache.poll()
-        assert rig.cache.ready(handle)  # it asks again, and never waits for that
+        assert rig.cache.ready(handle)  # it asks again
         assert rig.count("host_frames_lent") == 12
+        assert rig.cache.ready(handle)  # and does not wait for that
         rig.settle()
         assert admit(rig, handle).cached.storage == 12 * PAGE
         finish(rig, handle)
@@ -305,6 +309,7 @@ def test_a_cancel_while_reading_quarantines_what_is_not_answered(
         assert rig.count("host_frames_free") == 64 - 12
         rig.settle()
         rig.cache.check()
+        assert backend.calls["get"] == slices  # nothing more was read
         assert rig.count("host_frames_free") == 64 - arrived  # what arrived stays, for others
         assert rig.prefetch_ends() == {"aborted": 1}
 
@@ -367,6 +372,19 @@ def test_a_page_that_cannot_be_read_ends_the_prefix_and_frees_the_rest(backend: 
         assert rig.count("host_frames_free") == 64 - 4
         assert admit(rig, handle).cached.storage == 4 * PAGE
         finish(rig, handle)
+
+
+def test_good_pages_behind_a_bad_one_are_given_back(backend: ScriptedBackend) -> None:
+    with new_rig(backend) as rig:
+        keys = rig.tree.keys_after(rig.tree.match(TOKENS[:0]).node, TOKENS)
+        handle = rig.open(TOKENS)
+        backend.inner.delete(object_ids(keys[4:5]))  # page 5 is read in the same slice, and well
+        rig.settle()
+        rig.cache.check()
+        assert rig.count("host_frames_free") == 64 - 4
+        assert rig.cache.ready(handle)
+        assert rig.prefetch_ends() == {"bad_page": 1}
+        rig.cache.close(handle, None, CloseReason.ABORTED)
 
 
 def test_a_lookup_that_takes_too_long_is_given_up(backend: ScriptedBackend) -> None:
@@ -502,6 +520,18 @@ def test_an_anchor_that_is_only_on_the_device_is_written_first(backend: Scripted
         assert rig.tree.info(node).host
         assert rig.cache.ready(handle)
         assert admit(rig, handle).cached.storage == 8 * PAGE
+        finish(rig, handle)
+
+
+def test_making_room_for_a_span_does_not_take_the_copy_that_its_anchor_just_got(backend: ScriptedBackend) -> None:
+    with new_rig(backend, num_host_frames=8) as rig:
+        rig.run(TOKENS[: 4 * PAGE])
+        rig.settle()
+        rig.forget_host()
+        handle = rig.open(TOKENS)
+        rig.settle()
+        assert rig.cache.ready(handle)
+        assert admit(rig, handle).cached.storage == 4 * PAGE  # 8 frames, of which the anchor has 4
         finish(rig, handle)
 
 
