@@ -19,7 +19,7 @@ from engine_plugin.demo.report import console_for, report
 from engine_plugin.demo.results import DemoResult, as_json
 from engine_plugin.demo.runs import ENGINE_COMMAND, Engines, measure, play_all
 from engine_plugin.demo.screen import Screen, screen_for
-from engine_plugin.demo.sizing import Plan, Speed, Wishes, make_plan
+from engine_plugin.demo.sizing import Plan, Wishes, make_plan
 from engine_plugin.demo.transcripts import ACCEPTED_FORMATS, read_recordings
 
 PAGE_SIZE = 64
@@ -93,7 +93,8 @@ def _demo(
     work_dir: Path,
     open_model: ModelOpener,
 ) -> DemoResult:
-    """Set-up, then the three runs."""
+    """Set-up, then the three runs. What cannot work is found out before anything takes time."""
+    _check_json_target(options.json)
     recordings = _recordings(options)
     with screen.step("tokenizer", "read the model's tokenizer"):
         model = open_model(options.model_path)
@@ -113,8 +114,8 @@ def _demo(
             speed = measure(engines, model.encoder.vocab_size)
     with screen.step("sessions", "cut the recorded sessions to size" if recordings else "build agent sessions"):
         plan = make_plan(recordings, model.encoder, wishes, speed)
-    _introduce(plan, speed, screen)
-    return DemoResult(plan, play_all(engines, plan, screen), screen.setup_s)
+    _introduce(plan, screen)
+    return DemoResult(*play_all(engines, plan, screen), screen.setup_s)
 
 
 def _recordings(options: argparse.Namespace) -> list[Recording]:
@@ -127,20 +128,23 @@ def _recordings(options: argparse.Namespace) -> list[Recording]:
     return [recording for _, _, recording in sorted(ranked, key=lambda entry: entry[:2])]
 
 
-def _introduce(plan: Plan, speed: Speed | None, screen: Screen) -> None:
+def _introduce(plan: Plan, screen: Screen) -> None:
     """What is going to be played, and why in this size."""
-    lengths = [len(prompt) for session in plan.sessions for prompt in session.prompts]
-    turns = max(len(session.prompts) for session in plan.sessions)
-    share = plan.device_tokens / plan.working_set_tokens
-    prompts = f"prompts of {min(lengths):,} to {max(lengths):,} tokens"
-    screen.note(f"{len(plan.sessions)} agent sessions in turn, {turns} turns, {prompts}.")
-    pools = f"the device pool holds {plan.device_tokens:,} of them ({share:.0%}), host memory twice that"
+    shortest, longest = min(map(min, plan.lengths)), max(map(max, plan.lengths))
+    prompts = f"prompts of {shortest:,} to {longest:,} tokens"
+    screen.note(f"{len(plan.sessions)} agent sessions in turn, {plan.num_turns} turns, {prompts}.")
+    pools = f"the device pool holds {plan.device_tokens:,} of them ({plan.device_share:.0%}), host memory twice that"
     screen.note(f"Working set {plan.working_set_tokens:,} tokens; {pools}.")
-    if speed is not None and plan.estimated_s is not None:
-        rate = 1024 / speed.prefill_s(0, 1024)
-        screen.note(f"Sized for {rate:,.0f} prompt tokens/s, as measured here: at most about {plan.estimated_s:.0f} s.")
+    if plan.speed is not None:
+        rate = 1024 / plan.speed.prefill_s(0, 1024)
+        screen.note(f"Sized for {rate:,.0f} prompt tokens/s, as measured here.")
     for note in plan.notes:
         screen.note(note)
+
+
+def _check_json_target(target: str | None) -> None:
+    if target not in (None, "-") and not Path(target).resolve().parent.is_dir():
+        raise InputError(f"--json: there is no folder {Path(target).resolve().parent}")
 
 
 def _write_json(result: DemoResult, target: str | None) -> None:

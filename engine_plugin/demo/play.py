@@ -8,7 +8,7 @@ import numpy as np
 from engine_plugin.demo.block_traces import synthetic_blocks
 from engine_plugin.demo.client import EngineClient
 from engine_plugin.demo.recordings import U32, Session
-from engine_plugin.demo.sizing import Speed
+from engine_plugin.demo.speed import Pace, Speed
 from engine_plugin.hicache.base import CachedTokens
 
 _CALIBRATION_TOKENS = (512, 2048)
@@ -63,11 +63,23 @@ def in_turn(sessions: Sequence[Session]) -> Iterator[tuple[int, int]]:
 
 
 def play(
-    client: EngineClient, sessions: Sequence[Session], max_new_tokens: int, on_turn: Callable[[TurnResult], None]
+    client: EngineClient,
+    sessions: Sequence[Session],
+    max_new_tokens: int,
+    pace: Pace,
+    on_turn: Callable[[TurnResult], None],
 ) -> tuple[TurnResult, ...]:
-    """Every turn's result in playing order; `on_turn` sees each when it ends. Raises EngineError."""
-    results = []
+    """The results in playing order, up to the turn that `pace` does not allow. `on_turn` sees each when it ends.
+
+    Raises EngineError.
+    """
+    results: list[TurnResult] = []
+    turns_begun = 0
     for session, turn in in_turn(sessions):
+        if turn == turns_begun:
+            if not pace.allows(turn):
+                break
+            turns_begun += 1
         answer = client.generate(sessions[session].prompts[turn], max_new_tokens)
         result = TurnResult(
             session, turn, answer.prompt_tokens, answer.cached, answer.ttft_s, answer.total_s, answer.output_ids

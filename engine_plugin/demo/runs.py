@@ -14,7 +14,8 @@ from engine_plugin.demo.errors import EngineError
 from engine_plugin.demo.play import RunResult, TierBytes, measure_speed, play
 from engine_plugin.demo.report import RUN_STYLES
 from engine_plugin.demo.screen import Screen
-from engine_plugin.demo.sizing import Plan, Speed
+from engine_plugin.demo.sizing import Plan
+from engine_plugin.demo.speed import MeasuredPace, NoHurry, Pace, Speed
 
 ENGINE_COMMAND = (sys.executable, "-m", "engine_plugin.launch_server")
 DRAIN_TIMEOUT_S = 60
@@ -63,18 +64,27 @@ def measure(engines: Engines, vocab_size: int) -> Speed:
         return measure_speed(engine.client(), vocab_size)
 
 
-def play_all(engines: Engines, plan: Plan, screen: Screen) -> tuple[RunResult, ...]:
-    """The three runs, one engine after the other. Raises EngineError with the engine's last words."""
+def play_all(engines: Engines, plan: Plan, screen: Screen) -> tuple[Plan, tuple[RunResult, ...]]:
+    """The three runs, one engine after the other. Raises EngineError with the engine's last words.
+
+    The first run may end after fewer turns, when the machine has become slower; the others then play those. Returns
+    what was played.
+    """
     tiers = engines.tier_flags()
-    return tuple(_play_one(engines, plan, screen, index, flags) for index, flags in enumerate(((), tiers, tiers)))
+    pace = NoHurry() if plan.speed is None else MeasuredPace(plan.speed, plan.lengths, plan.max_new_tokens)
+    first = _play_one(engines, plan, screen, 0, (), pace)
+    played = plan.until(max(result.turn for result in first.turns) + 1)
+    if played.num_turns < plan.num_turns:
+        screen.note(played.notes[-1])
+    return played, (first, *(_play_one(engines, played, screen, index, tiers, NoHurry()) for index in (1, 2)))
 
 
-def _play_one(engines: Engines, plan: Plan, screen: Screen, index: int, flags: Sequence[str]) -> RunResult:
+def _play_one(engines: Engines, plan: Plan, screen: Screen, index: int, flags: Sequence[str], pace: Pace) -> RunResult:
     name = RUN_NAMES[index]
     engine = engines.process(name, plan.device_tokens, *flags)
-    with screen.playing(name, plan.num_turns, RUN_STYLES[index]) as on_turn, _explained(engine), engine:
+    with screen.playing(name, plan.num_requests, RUN_STYLES[index]) as on_turn, _explained(engine), engine:
         begin = time.perf_counter()
-        turns = play(engine.client(), plan.sessions, plan.max_new_tokens, on_turn)
+        turns = play(engine.client(), plan.sessions, plan.max_new_tokens, pace, on_turn)
         played_s = time.perf_counter() - begin
         held = held_bytes(engine.client())
     storage = _folder_bytes(engines.storage_dir) if flags else None

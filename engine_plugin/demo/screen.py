@@ -67,7 +67,7 @@ class TerminalScreen(Screen):
                 progress.update(task, advance=1, last=last)
 
             yield on_turn
-            progress.update(task, last="")
+            progress.update(task, total=progress.tasks[0].completed, last="")
 
 
 class PlainScreen(Screen):

@@ -1,50 +1,22 @@
 """How big a demo this machine can play: prompt lengths, turns and pool sizes from a measured prefill rate.
 
-The estimate is an upper bound: the run without tiers is taken to compute every prompt whole, the run with tiers every
-new token once, the run after the restart next to nothing. What no option fixes shrinks until it fits the budget.
+What no option fixes shrinks until the three runs fit the budget.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from engine_plugin.demo.recordings import Encoder, Recording, Session, working_set_tokens
 from engine_plugin.demo.selection import selections
 from engine_plugin.demo.sessions import build_sessions
+from engine_plugin.demo.speed import Speed
 
 PLAY_BUDGET_S = 200.0  # of the five minutes: the rest is for slower moments of a shared machine
 DEFAULT_SESSIONS = 4
 DEFAULT_TURNS = 4
 MIN_PROMPT_TOKENS = 1536  # however slow the machine: shorter first turns are not worth a read from storage
 DEVICE_SHARE = 3  # the device pool holds one part in so many of the working set
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Measured: prefill of tokens [a, b) takes linear_s * (b - a) + quadratic_s * (b² - a²); decode_s a token."""
-
-    linear_s: float
-    quadratic_s: float
-    decode_s: float
-
-    def prefill_s(self, begin: int, end: int) -> float:
-        """Seconds to compute tokens [begin, end) of a prompt whose first `begin` are cached."""
-        return self.linear_s * (end - begin) + self.quadratic_s * (end * end - begin * begin)
-
-    @classmethod
-    def fit(cls, short: tuple[int, float], long: tuple[int, float], decode_s: float) -> "Speed":
-        """From two measured prefills (tokens, seconds), short < long. A term that noise makes negative is 0."""
-        (n, t), (m, u) = short, long
-        quadratic_s = max(0.0, (u / m - t / n) / (m - n))
-        return cls(max(0.0, u / m - quadratic_s * m), quadratic_s, decode_s)
-
-    def estimate_s(self, lengths: Sequence[Sequence[int]], max_new_tokens: int) -> float:
-        """Upper bound in seconds for the three runs over sessions with these prompt lengths, turn by turn."""
-        total = 0.0
-        for prompts in lengths:
-            for before, now in zip([0, *prompts], prompts, strict=False):
-                total += self.prefill_s(0, now) + self.prefill_s(min(before, now), now)
-            total += 3 * len(prompts) * max_new_tokens * self.decode_s
-        return total
 
 
 @dataclass(frozen=True)
@@ -67,19 +39,54 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is going to be played. `notes` say what was cut or chosen, for people."""
+    """What is going to be played. `notes` say what was cut or chosen, for people; `speed` None: not measured."""
 
     sessions: tuple[Session, ...]
-    working_set_tokens: int
+    page_size: int
     device_tokens: int
     max_new_tokens: int
-    estimated_s: float | None
+    speed: Speed | None
     notes: tuple[str, ...]
 
     @property
-    def num_turns(self) -> int:
+    def lengths(self) -> list[list[int]]:
+        """Prompt tokens by session and turn."""
+        return [[len(prompt) for prompt in session.prompts] for session in self.sessions]
+
+    @property
+    def num_requests(self) -> int:
         """Requests in one run."""
         return sum(len(session.prompts) for session in self.sessions)
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the longest session."""
+        return max(len(session.prompts) for session in self.sessions)
+
+    @cached_property
+    def working_set_tokens(self) -> int:
+        """Tokens in distinct whole pages of all prompts."""
+        return working_set_tokens(self.sessions, self.page_size)
+
+    @property
+    def device_share(self) -> float:
+        """How much of the working set the device pool holds; 1 and more: all of it."""
+        return self.device_tokens / self.working_set_tokens
+
+    @property
+    def estimated_s(self) -> float | None:
+        """Seconds the three runs will play at most, None where the speed was not measured."""
+        return None if self.speed is None else self.speed.three_runs_s(self.lengths, self.max_new_tokens)
+
+    def until(self, turns: int) -> "Plan":
+        """The same with at most so many turns of each session; a note says so if that leaves any out."""
+        sessions = (Session(session.name, session.prompts[:turns]) for session in self.sessions)
+        cut = replace(self, sessions=tuple(sessions))
+        if turns >= self.num_turns:
+            return cut
+        note = f"The machine has become slower than measured: all runs end after turn {turns} of {self.num_turns}"
+        note += f" (the device pool then holds {cut.device_share:.0%} of what is played)."
+        return replace(cut, notes=(*self.notes, note))
 
 
 def make_plan(recordings: Sequence[Recording], encoder: Encoder, wishes: Wishes, speed: Speed | None) -> Plan:
@@ -112,7 +119,7 @@ def scripted_lengths(longest: int, turns: int) -> list[int]:
 def _longest_within(speed: Speed, num_sessions: int, turns: int, wishes: Wishes) -> int:
     def fits(longest: int) -> bool:
         lengths = [scripted_lengths(longest, turns)] * num_sessions
-        return speed.estimate_s(lengths, wishes.max_new_tokens) <= PLAY_BUDGET_S
+        return speed.three_runs_s(lengths, wishes.max_new_tokens) <= PLAY_BUDGET_S
 
     candidates = range(wishes.prompt_limit, MIN_PROMPT_TOKENS, -wishes.page_size)
     return next((longest for longest in candidates if fits(longest)), min(MIN_PROMPT_TOKENS, wishes.prompt_limit))
@@ -122,7 +129,7 @@ def plan_recorded(recordings: Sequence[Recording], encoder: Encoder, wishes: Wis
     """Sessions from files: of ever smaller selections the first that fits the budget, the smallest if none does."""
     for selection in selections(recordings[: wishes.num_sessions], encoder, wishes.turns, wishes.prompt_limit):
         lengths = [[len(prompt) for prompt in session.prompts] for session in selection.sessions]
-        if speed is None or speed.estimate_s(lengths, wishes.max_new_tokens) <= PLAY_BUDGET_S:
+        if speed is None or speed.three_runs_s(lengths, wishes.max_new_tokens) <= PLAY_BUDGET_S:
             break
     return _plan(selection.sessions, wishes, speed, selection.notes)
 
@@ -134,15 +141,8 @@ def _plan(sessions: Sequence[Session], wishes: Wishes, speed: Speed | None, note
     longest = max(len(prompt) for session in sessions for prompt in session.prompts)
     share = -(-total // (DEVICE_SHARE * page)) * page
     least = (-(-(longest + wishes.max_new_tokens) // page) + 1) * page
-    notes = list(notes)
+    plan = Plan(tuple(sessions), page, max(share, least), wishes.max_new_tokens, speed, tuple(notes))
     if least > share:
-        notes.append(
-            f"The device pool is larger than a third of the working set: the longest prompt needs {least:,} tokens."
-        )
-    lengths = [[len(prompt) for prompt in session.prompts] for session in sessions]
-    estimated_s = speed.estimate_s(lengths, wishes.max_new_tokens) if speed else None
-    if estimated_s is not None and estimated_s > PLAY_BUDGET_S:
-        notes.append(
-            f"This will take longer than planned: about {estimated_s:.0f} s, the aim is {PLAY_BUDGET_S:.0f} s."
-        )
-    return Plan(tuple(sessions), total, max(share, least), wishes.max_new_tokens, estimated_s, tuple(notes))
+        more = f"The device pool is larger than a third of the working set: the longest prompt needs {least:,} tokens."
+        plan = replace(plan, notes=(*plan.notes, more))
+    return plan

@@ -10,6 +10,7 @@ from engine_plugin.demo.client import EngineClient
 from engine_plugin.demo.errors import EngineError
 from engine_plugin.demo.play import TurnResult, in_turn, measure_speed, play
 from engine_plugin.demo.recordings import Session
+from engine_plugin.demo.speed import NoHurry, Pace
 from tests.helpers.fake_engine import FakeCache, FakeEngine
 
 
@@ -36,7 +37,7 @@ def client_of(engine: FakeEngine) -> EngineClient:
 
 def test_play_sends_the_prompts_and_reads_what_the_engine_says(engine: FakeEngine) -> None:
     seen: list[TurnResult] = []
-    results = play(client_of(engine), SESSIONS, 4, seen.append)
+    results = play(client_of(engine), SESSIONS, 4, NoHurry(), seen.append)
     assert list(results) == seen
     assert [body["input_ids"] for body in engine.requests] == [
         SESSIONS[index].prompts[turn].tolist() for index, turn in in_turn(SESSIONS)
@@ -46,6 +47,25 @@ def test_play_sends_the_prompts_and_reads_what_the_engine_says(engine: FakeEngin
     assert [result.cached.device for result in results] == [0, 0, 192, 192, 256]
     assert results[2].computed_tokens == 108 and len(results[0].output_ids) == 4
     assert all(0 < result.ttft_s <= result.total_s for result in results)
+
+
+class Until(Pace):
+    """Allows turns below a limit, and remembers what it was asked."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.asked: list[int] = []
+
+    def allows(self, turn: int) -> bool:
+        self.asked.append(turn)
+        return turn < self.limit
+
+
+def test_play_asks_before_each_turn_and_ends_at_the_first_refused(engine: FakeEngine) -> None:
+    pace = Until(1)
+    results = play(client_of(engine), SESSIONS, 4, pace, lambda result: None)
+    assert [(result.session, result.turn) for result in results] == [(0, 0), (1, 0)]
+    assert pace.asked == [0, 1]
 
 
 def test_time_to_first_token_is_taken_at_the_first_token(engine: FakeEngine) -> None:

@@ -14,6 +14,7 @@ from engine_plugin.demo import command as demo
 from engine_plugin.demo.engines import EngineProcess
 from engine_plugin.demo.errors import EngineError
 from engine_plugin.demo.model import ServedModel
+from engine_plugin.demo.speed import MeasuredPace
 from tests.helpers import traces
 from tests.helpers.encoder import ByteEncoder
 
@@ -87,6 +88,27 @@ def test_sizes_come_from_a_measurement_unless_given(capsys: pytest.CaptureFixtur
     assert demo.run(options, FAKE_ENGINE, open_fake_model) == 0
     captured = capsys.readouterr()
     assert "speed" in json.loads(captured.out)["setup_s"] and "as measured here" in captured.err
+
+
+def test_a_demo_that_gets_slow_is_cut_in_all_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(MeasuredPace, "allows", lambda self, turn: turn < 2)
+    options = demo.parser().parse_args(["--turns", "3", "--model-path", "fake", "--json", "-"])
+    assert demo.run(options, FAKE_ENGINE, open_fake_model) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert [run["num_turns"] for run in document["runs"]] == [8, 8, 8]
+    assert [len(session["prompt_tokens"]) for session in document["sessions"]] == [2] * 4
+    assert "all runs end after turn 2 of 3" in captured.err and "with tiers 8/8" in captured.err
+
+
+def test_a_folder_that_is_not_there_is_named_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_demo("--json", str(tmp_path / "absent" / "out.json")) == 2
+    captured = capsys.readouterr()
+    assert f"--json: there is no folder {tmp_path / 'absent'}" in captured.err and not captured.out
 
 
 def test_different_output_is_located_and_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def run_of(name: str, *outputs: tuple[int, ...], ttft_s: float = 0.5) -> RunResu
 
 
 def demo_of(*runs: RunResult) -> DemoResult:
-    plan = Plan(SESSIONS, 1024, 384, 2, 60.0, ("a note",))
+    plan = Plan(SESSIONS, 64, 384, 2, None, ("a note",))
     return DemoResult(plan, runs, {"speed": 3.0, "sessions": 0.25})
 
 
@@ -131,6 +131,13 @@ def test_without_a_terminal_progress_is_plain_lines() -> None:
         "with tiers 1/2: session 1 turn 1, 100 tokens (device 10, host 20, storage 30), first token 500 ms"
     )
     assert len(lines) == 3 and "\x1b" not in file.getvalue()
+
+
+@pytest.mark.parametrize(("is_terminal", "num_lines"), [(False, 1), (True, 2)])
+def test_a_note_is_wrapped_for_a_terminal_only(is_terminal: bool, num_lines: int) -> None:
+    file = io.StringIO()
+    screen_for(Console(file=file, width=100, force_terminal=is_terminal)).note("word " * 30)
+    assert len(file.getvalue().splitlines()) == num_lines
 
 
 def test_a_terminal_gets_bars() -> None:

@@ -11,12 +11,12 @@ from engine_plugin.demo.selection import selections
 from engine_plugin.demo.sizing import (
     MIN_PROMPT_TOKENS,
     PLAY_BUDGET_S,
-    Speed,
     Wishes,
     plan_recorded,
     plan_scripted,
     scripted_lengths,
 )
+from engine_plugin.demo.speed import DEMO_LIMIT_S, MeasuredPace, NoHurry, Speed
 from tests.helpers.encoder import ByteEncoder
 
 ENCODER = ByteEncoder(vocab_size=512, bytes_per_token=4)
@@ -104,9 +104,9 @@ def test_speed_is_fitted_through_two_measurements() -> None:
 def test_estimate_is_the_three_runs() -> None:
     speed = Speed(linear_s=1.0, quadratic_s=0.0, decode_s=0.5)
     without, with_tiers, decode = 100 + 250, 100 + 150, 3 * 2 * 4 * 0.5
-    assert speed.estimate_s([[100, 250]], 4) == without + with_tiers + decode
+    assert speed.three_runs_s([[100, 250]], 4) == without + with_tiers + decode
     shrinking = 250 + 100 + 250  # a shorter prompt is taken as a prefix of the one before
-    assert speed.estimate_s([[250, 100]], 0) == shrinking
+    assert speed.three_runs_s([[250, 100]], 0) == shrinking
 
 
 def test_a_slow_machine_gets_shorter_prompts_that_fit_the_budget() -> None:
@@ -117,14 +117,54 @@ def test_a_slow_machine_gets_shorter_prompts_that_fit_the_budget() -> None:
     assert any("8,192" in note for note in fast.notes) and not slow.notes
     crawling = plan_scripted(ENCODER, wishes(), Speed(1.0, 0.0, 1.0))
     assert max(len(prompt) for prompt in crawling.sessions[0].prompts) > MIN_PROMPT_TOKENS - 60
-    assert any("longer than planned" in note for note in crawling.notes)
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def turns_allowed(slowdown: float, start_s: float = 5.0, speed: Speed = SLOW) -> int:
+    """How many turns a machine plays that has become so many times slower since it was measured."""
+    clock = Clock()
+    plan = plan_scripted(ENCODER, wishes(), speed)
+    pace = MeasuredPace(speed, plan.lengths, 8, clock)
+    clock.now_s += start_s
+    for turn in range(4):
+        if not pace.allows(turn):
+            return turn
+        played = [prompts[turn : turn + 1] for prompts in plan.lengths]
+        clock.now_s += slowdown * speed.without_tiers_s(played, 8)
+    return 4
+
+
+def test_a_machine_that_becomes_slower_plays_fewer_turns() -> None:
+    assert turns_allowed(0.5) == turns_allowed(1.0) == 4
+    assert turns_allowed(1.7) == 3
+    assert turns_allowed(50.0) == 2  # fewer would show nothing
+    assert turns_allowed(1.0, start_s=DEMO_LIMIT_S / 3) == 2  # three engine starts alone take all the time
+    assert NoHurry().allows(1000)
+
+
+def test_a_plan_that_was_cut_says_so() -> None:
+    plan = plan_scripted(ENCODER, wishes(), SLOW)
+    assert plan.until(4).notes == plan.notes and plan.until(4).num_requests == 16
+    cut = plan.until(2)
+    assert (cut.num_turns, cut.num_requests, cut.device_tokens) == (2, 8, plan.device_tokens)
+    assert cut.device_share > plan.device_share
+    assert "all runs end after turn 2 of 4" in cut.notes[-1] and f"{cut.device_share:.0%}" in cut.notes[-1]
 
 
 def test_the_device_pool_holds_a_third_of_the_working_set() -> None:
     plan = plan_scripted(ENCODER, wishes(), SLOW)
     assert plan.working_set_tokens == working_set_tokens(plan.sessions, 64)
     assert plan.device_tokens % 64 == 0 and 0 <= plan.device_tokens - plan.working_set_tokens / 3 < 64
-    assert len(plan.sessions) == 4 and plan.num_turns == 16
+    assert len(plan.sessions) == 4 and plan.num_requests == 16 and plan.num_turns == 4
 
 
 def test_the_device_pool_always_holds_the_longest_request() -> None:
