@@ -111,7 +111,7 @@ def _demo(
     speed = None
     if options.max_tokens_per_turn is None:
         with screen.step("speed", "measure how fast this machine computes tokens"):
-            speed = measure(engines, model.encoder.vocab_size)
+            speed = measure(engines, model)
     with screen.step("sessions", "cut the recorded sessions to size" if recordings else "build agent sessions"):
         plan = make_plan(recordings, model.encoder, wishes, speed)
     _introduce(plan, screen)

@@ -11,7 +11,7 @@ from engine_plugin.demo.recordings import U32, Session
 from engine_plugin.demo.speed import Pace, Speed
 from engine_plugin.hicache.base import CachedTokens
 
-_CALIBRATION_TOKENS = (512, 2048)
+_CALIBRATION_TOKENS = 2048
 _CALIBRATION_OUTPUT = 8
 
 
@@ -93,11 +93,12 @@ def _random_prompt(num_tokens: int, seed: int, vocab_size: int) -> U32:
     return synthetic_blocks(np.asarray([seed], np.int64), num_tokens, 0, vocab_size).reshape(-1)
 
 
-def measure_speed(client: EngineClient, vocab_size: int) -> Speed:
+def measure_speed(client: EngineClient, vocab_size: int, context_tokens: int) -> Speed:
     """Prefill and decode rates of an engine that has seen nothing yet, from three requests. Raises EngineError."""
+    longest = min(_CALIBRATION_TOKENS, context_tokens - _CALIBRATION_OUTPUT)
     client.generate(_random_prompt(64, 0, vocab_size), 2)  # first use: threads start, memory is touched
     measured = []
-    for seed, num_tokens in enumerate(_CALIBRATION_TOKENS, 1):
+    for seed, num_tokens in enumerate((longest // 4, longest), 1):
         measured.append(client.generate(_random_prompt(num_tokens, seed, vocab_size), _CALIBRATION_OUTPUT))
     decode_s = sum(answer.total_s - answer.ttft_s for answer in measured) / len(measured) / (_CALIBRATION_OUTPUT - 1)
     short, long = ((answer.prompt_tokens, answer.ttft_s) for answer in measured)

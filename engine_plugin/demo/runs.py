@@ -11,6 +11,7 @@ from pathlib import Path
 from engine_plugin.demo.client import EngineClient
 from engine_plugin.demo.engines import EngineProcess
 from engine_plugin.demo.errors import EngineError
+from engine_plugin.demo.model import ServedModel
 from engine_plugin.demo.play import RunResult, TierBytes, measure_speed, play
 from engine_plugin.demo.report import RUN_STYLES
 from engine_plugin.demo.screen import Screen
@@ -57,11 +58,11 @@ class Engines:
         )
 
 
-def measure(engines: Engines, vocab_size: int) -> Speed:
+def measure(engines: Engines, model: ServedModel) -> Speed:
     """The speed of this machine, from an engine that lives only for it. Raises EngineError."""
     engine = engines.process("speed", _CALIBRATION_POOL_TOKENS)
     with _explained(engine), engine:
-        return measure_speed(engine.client(), vocab_size)
+        return measure_speed(engine.client(), model.encoder.vocab_size, model.context_tokens)
 
 
 def play_all(engines: Engines, plan: Plan, screen: Screen) -> tuple[Plan, tuple[RunResult, ...]]:

@@ -76,10 +76,15 @@ def test_time_to_first_token_is_taken_at_the_first_token(engine: FakeEngine) -> 
 
 
 def test_speed_measurement_uses_prompts_that_share_nothing(engine: FakeEngine) -> None:
-    speed = measure_speed(client_of(engine), vocab_size=1000)
+    speed = measure_speed(client_of(engine), vocab_size=1000, context_tokens=8192)
     assert speed.linear_s >= 0 and speed.decode_s > 0
     assert [len(body["input_ids"]) for body in engine.requests] == [64, 512, 2048]
     assert len({body["input_ids"][0] for body in engine.requests}) == 3
+
+
+def test_speed_measurement_fits_a_small_context(engine: FakeEngine) -> None:
+    measure_speed(client_of(engine), vocab_size=1000, context_tokens=1024)
+    assert [len(body["input_ids"]) for body in engine.requests] == [64, 254, 1016]
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,9 @@ def test_the_device_pool_always_holds_the_longest_request() -> None:
     assert any("larger than a third" in note for note in plan.notes) and plan.estimated_s is None
 
 
-def test_scripted_lengths_begin_at_half() -> None:
+def test_scripted_lengths_begin_at_three_quarters() -> None:
     assert scripted_lengths(1000, 1) == [1000]
-    assert scripted_lengths(1000, 3) == [500, 750, 1000]
+    assert scripted_lengths(1000, 3) == [750, 875, 1000]
 
 
 def text(name: str, *num_bytes: int) -> TextRecording:
