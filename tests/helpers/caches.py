@@ -249,15 +249,17 @@ class Rig:
         assert select.select([self.cache.fileno()], [], [], HANG_S)[0], "an event that had to come did not"
 
     def settle(self) -> None:
-        """Until nothing is in flight."""
+        """Until nothing is in flight.
+
+        Nothing is taken in between finding the node without work and waiting: an event may give it new work.
+        """
         while True:
             self.cache.poll()
-            ran = self.run_node()
-            self.cache.poll()
+            if self.run_node():
+                continue
             if self.cache.idle():
                 return
-            if not ran:
-                self.wait_event()
+            self.wait_event()
 
     # ---- a request
 
