@@ -30,7 +30,7 @@ from storage_backends.base import Outcome, Outcomes, Segments, outcomes
 if TYPE_CHECKING:
     from cachesvc.clock import Clock
     from cachesvc.node.parts import NodeOptions
-    from cachesvc.node.sessions import Session
+    from cachesvc.node.sessions import FrameSession
 
 TRANSIENT = np.array([outcome for outcome in Outcome if outcome.is_transient], np.uint8)
 UNSAVED = {
@@ -104,7 +104,7 @@ class StoreLane(Work):
 
     kind = Kind.STORE
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: FrameSession) -> None:
         self.waiting_pages = 0
         self._session = session
         self._ops: list[BackupOp] = []

@@ -20,12 +20,12 @@ from cachesvc.node.workers import Kind, Next, Work
 from cachesvc.outcomes import OpEnd, Verb
 
 if TYPE_CHECKING:
-    from cachesvc.node.sessions import Session
+    from cachesvc.node.sessions import FrameSession
 
 Keys = NDArray[np.uint8]
 
 
-def num_known(session: Session, keys: Keys) -> int:
+def num_known(session: FrameSession, keys: Keys) -> int:
     """Leading pages of `keys` that are in frames of others, or in tiers that know without I/O. Counts them."""
     parts = session.parts
     in_frames = parts.pages.held(keys, exclude_slot=session.slot)
@@ -37,7 +37,7 @@ def num_known(session: Session, keys: Keys) -> int:
     return num_pages
 
 
-def _with_tiers(session: Session, keys: Keys, in_frames: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _with_tiers(session: FrameSession, keys: Keys, in_frames: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """`in_frames`, and what tiers know of the other pages up to the first one that nobody has.
 
     In growing slices: a chain that is not there at all must not cost a look for each of its pages. What a tier does
@@ -61,7 +61,7 @@ class ProbeOp(Op, Work):
     verb = Verb.LOOKUP
     kind = Kind.LOAD
 
-    def __init__(self, op_id: int, session: Session, keys: Keys, num_pages: int) -> None:
+    def __init__(self, op_id: int, session: FrameSession, keys: Keys, num_pages: int) -> None:
         super().__init__(op_id, session)
         self._keys = keys
         self._num_pages = num_pages

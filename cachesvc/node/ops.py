@@ -17,7 +17,7 @@ from cachesvc.outcomes import OpEnd, Verb
 from storage_backends.base import Outcome, Outcomes, outcomes
 
 if TYPE_CHECKING:
-    from cachesvc.node.sessions import Session
+    from cachesvc.node.sessions import FrameSession
 
 I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
@@ -38,7 +38,7 @@ class Op(EventSource):
 
     verb: Verb
 
-    def __init__(self, op_id: int, session: Session) -> None:
+    def __init__(self, op_id: int, session: FrameSession) -> None:
         self.op_id = op_id
         self.session = session
         self.state = OpState.QUEUED
@@ -85,7 +85,7 @@ class PageOp(Op):
     and a slice may hang.
     """
 
-    def __init__(self, op_id: int, session: Session, keys: Keys, frames: I32, depths: U32) -> None:
+    def __init__(self, op_id: int, session: FrameSession, keys: Keys, frames: I32, depths: U32) -> None:
         super().__init__(op_id, session)
         self.keys, self.frames, self.depths = keys, frames, depths
         self.answered = 0

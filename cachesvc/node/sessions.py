@@ -1,4 +1,6 @@
-"""Sessions: one engine's side of a node, from attach to the moment when nobody touches its region any more.
+"""Sessions: one manager's side of a node, from attach to the moment when nobody touches its region any more.
+
+The manager of a region is an attached engine (`Session`) or the node itself; the ops are the same.
 
 NOTE: methods that change a session are called with the node's state lock held, unless they say otherwise.
 """
@@ -19,20 +21,18 @@ from cachesvc.outcomes import OpEnd
 I32 = NDArray[np.int32]
 
 
-class Session:
-    """One attached engine (or one rank of it).
+class FrameSession:
+    """The frames of one region and the ops on them: all that an op knows of whom it works for.
 
     `is_lent` bool[num_frames] marks the frames that the node may write now. `region` and `events` are closed by
     `release`, once the session has been detached and none of its slices runs.
     """
 
-    def __init__(self, session_id: int, request: AttachRequest, parts: Parts, region: Region, warning: str) -> None:
+    def __init__(self, session_id: int, parts: Parts, region: Region, namespace: bytes) -> None:
         self.session_id = session_id
-        self.request = request
-        self.namespace = request.identity.namespace()
+        self.namespace = namespace
         self.parts = parts
         self.region = region
-        self.warning = warning
         self.slot = parts.pages.add(region)
         self.events = EventQueue()
         self.slice_pages = parts.options.pages_per_slice(region.frame_bytes)
@@ -43,11 +43,6 @@ class Session:
         self.is_detached = False
         self.is_released = False
         self._running_slices = 0
-
-    @property
-    def is_enabled(self) -> bool:
-        """False: attached with the cache off."""
-        return not self.warning
 
     def lend(self, frames: I32) -> None:
         """Takes frames on loan. ValueError, nothing taken: a frame is out of range, twice in the list, or lent
@@ -107,3 +102,17 @@ class Session:
             self.region.close()
             self.events.close()
             self.parts.state.notify_all()
+
+
+class Session(FrameSession):
+    """One attached engine (or one rank of it)."""
+
+    def __init__(self, session_id: int, request: AttachRequest, parts: Parts, region: Region, warning: str) -> None:
+        super().__init__(session_id, parts, region, request.identity.namespace())
+        self.request = request
+        self.warning = warning
+
+    @property
+    def is_enabled(self) -> bool:
+        """False: attached with the cache off."""
+        return not self.warning
