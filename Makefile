@@ -1,5 +1,6 @@
 # Every target works from a bare clone: the environment is made on first use and kept in .venv.
-# Variables: PYTHON (3.11 or newer), VENV, ARGS (passed on), MARK (pytest -m), ONLY / JSON / ROUNDS (bench).
+# Variables: PYTHON (3.11 or newer), VENV, ARGS (passed on), MARK (pytest -m), ONLY / JSON / ROUNDS (bench), PROTOC (a Python
+# that has grpcio-tools; default: one of its own in build/protoc).
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -9,17 +10,18 @@ JSON ?=
 ROUNDS ?= 7
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
+PROTOC ?= build/protoc/bin/python
 NATIVE := CMakeLists.txt kernels/CMakeLists.txt $(wildcard kernels/host/*) $(wildcard kernels/third_party/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build check format test bench demo clean
+.PHONY: help setup build check format test bench demo proto clean
 
 help:
 	@echo "make demo     a real model serves agent sessions that do not fit the device pool: without tiers, with, after a restart"
 	@echo "make test     all tests        (ARGS='-k tree', MARK='not system')"
 	@echo "make bench    all figures      (ONLY='radix.*', JSON=out.json, ROUNDS=7)"
-	@echo "make check    ruff, mypy, import-linter, generated stubs"
-	@echo "make setup    the environment in $(VENV); make build: the native core after a change"
+	@echo "make check    ruff, mypy, import-linter, generated code"
+	@echo "make setup    the environment in $(VENV); make build: the native core after a change; make proto: cachesvc/rpc"
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard requirements/*.txt)
 	@echo "== environment in $(VENV) (once; a few minutes)"
@@ -42,7 +44,15 @@ setup: $(VENV)/.built
 
 build: $(VENV)/.built
 
-check: $(VENV)/.built
+build/protoc/bin/python:
+	$(PYTHON) -m venv build/protoc
+	$@ -m pip install --quiet "grpcio-tools==1.80.0" || { rm -rf build/protoc; exit 1; }
+
+proto: $(PROTOC)
+	$(PROTOC) proto/generate.py
+
+check: $(VENV)/.built $(PROTOC)
+	$(PROTOC) proto/generate.py --check
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

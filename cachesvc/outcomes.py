@@ -20,6 +20,8 @@ class OpEnd(StrEnum):
     FAILED = "failed"  # the node's own code raised; counted, and logged with its trace
     DRAINED = "drained"  # the session drains: reads are not wanted any more, stores ran out of time
     DETACHED = "detached"  # the session is gone
+    LOST = "lost"  # the connection between engine and node ended
+    DECLINED = "declined"  # the node did not accept the op after all; it counts why
 
 
 class Decline(StrEnum):
@@ -30,6 +32,9 @@ class Decline(StrEnum):
     TOO_MANY_OPS = "too_many_ops"  # ops of this session whose end has not been polled yet
     QUEUE_FULL = "queue_full"  # pages of this session waiting to be stored
     NO_TIER = "no_tier"  # no storage tier takes writes
+    NODE_AWAY = "node_away"  # no connection to the node; it is looked for in the background
+    NODE_SILENT = "node_silent"  # the node is connected and owes an answer
+    OUTPUT_FULL = "output_full"  # what the node has not read yet has filled the client's queue
 
 
 class AttachResult(StrEnum):
@@ -41,6 +46,23 @@ class AttachResult(StrEnum):
     REFUSED_GEOMETRY = "refused_geometry"  # frame_bytes is not what the identity's page takes
     REFUSED_MEMORY = "refused_memory"  # the region does not fit
     REFUSED_DRAINING = "refused_draining"  # the node is going away
+    REFUSED_BUSY = "refused_busy"  # ops of the session it had before have not ended yet; to be tried again
+    REFUSED_VERSION = "refused_version"  # other versions of the messages or of regions
+    REFUSED_MALFORMED = "refused_malformed"  # the first message was not understood, or did not come in time
+    REFUSED_CONNECTIONS = "refused_connections"  # too many are open
+
+
+class Reject(StrEnum):
+    """Why a door did not obey a message. Nothing was done."""
+
+    UNDECODABLE = "undecodable"  # not a message of this protocol
+    UNKNOWN = "unknown"  # a message that this version, or this kind of session, does not know
+    BAD_LENGTH = "bad_length"  # arrays that are not whole, or do not belong together
+    BAD_FRAMES = "bad_frames"  # frames that the session does not have, or that are lent already
+    BAD_OP = "bad_op"  # an op number that is not above all before it: sent twice, or out of order
+    BAD_VALUE = "bad_value"  # a number that cannot be meant
+    OVERSIZED = "oversized"  # longer than messages may be; ends the session
+    UNREAD = "unread"  # the client does not read what it asks for; ends the session
 
 
 class PageSource(StrEnum):
