@@ -82,6 +82,7 @@ class Unsaved(StrEnum):
     FAILED = "failed"  # the node's own code raised
     DRAINED = "drained"
     DETACHED = "detached"
+    QUEUE_FULL = "queue_full"  # put into node-managed memory while too many others waited to be stored
 
 
 class Verb(StrEnum):
@@ -90,6 +91,16 @@ class Verb(StrEnum):
     LOOKUP = "lookup"
     PREFETCH = "prefetch"
     BACKUP = "backup"
+    DELETE = "delete"
+
+
+class ManagedVerb(StrEnum):
+    """What a client of node-managed memory asks for, counted in pages."""
+
+    PUT = "put"
+    GET = "get"
+    CONTAINS = "contains"
+    DELETE = "delete"
 
 
 class Direction(StrEnum):
@@ -98,6 +109,7 @@ class Direction(StrEnum):
     READ = "read"
     WRITE = "write"
     PROBE = "probe"
+    DELETE = "delete"
 
 
 class TierError(StrEnum):

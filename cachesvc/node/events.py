@@ -13,6 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,24 +59,27 @@ class OpEnded:
 Event = LookupDone | PagesRead | PagesStored | OpEnded
 
 
-class EventSource(ABC):
-    """Something with news for a session."""
+E = TypeVar("E")
+
+
+class EventSource(ABC, Generic[E]):
+    """Something with news for a session: events of type E."""
 
     @abstractmethod
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[E]:
         """The events since the last call. Called by the polling thread."""
 
 
-class EventQueue:
+class EventQueue(Generic[E]):
     """Sources with news, in the order in which they first had some. Any thread announces, one thread polls."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[EventSource] = deque()
+        self._waiting: deque[EventSource[E]] = deque()
         self._queued: set[int] = set()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def announce(self, source: EventSource) -> None:
+    def announce(self, source: EventSource[E]) -> None:
         """Puts `source` in the queue unless it stands there already. Never blocks; nothing after `close`."""
         with self._lock:
             if self._fd < 0 or id(source) in self._queued:
@@ -85,7 +89,7 @@ class EventQueue:
             if len(self._waiting) == 1:
                 os.eventfd_write(self._fd, 1)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[E]:
         """Events of every source in the queue. A source with newer news meanwhile stands in the queue again."""
         with self._lock:
             if not self._waiting:

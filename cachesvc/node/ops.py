@@ -33,7 +33,7 @@ class OpState(Enum):
     ENDED = "ended"
 
 
-class Op(EventSource):
+class Op(EventSource[Event]):
     """One request of one session. It stays known to the session until its end has been polled."""
 
     verb: Verb

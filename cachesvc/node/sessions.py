@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cachesvc.client.base import AttachRequest
 from cachesvc.node.backup import StoreLane
-from cachesvc.node.events import EventQueue
+from cachesvc.node.events import Event, EventQueue
 from cachesvc.node.ops import Op, OpState
 from cachesvc.node.parts import Parts
 from cachesvc.outcomes import OpEnd
@@ -28,13 +28,15 @@ class FrameSession:
     `release`, once the session has been detached and none of its slices runs.
     """
 
-    def __init__(self, session_id: int, parts: Parts, region: Region, namespace: bytes) -> None:
+    def __init__(
+        self, session_id: int, parts: Parts, region: Region, namespace: bytes, *, private: bool = False
+    ) -> None:
         self.session_id = session_id
         self.namespace = namespace
         self.parts = parts
         self.region = region
-        self.slot = parts.pages.add(region)
-        self.events = EventQueue()
+        self.slot = parts.pages.add(region, private=private)
+        self.events: EventQueue[Event] = EventQueue()
         self.slice_pages = parts.options.pages_per_slice(region.frame_bytes)
         self.is_lent = np.zeros(region.num_frames, np.bool_)
         self.lane = StoreLane(self)

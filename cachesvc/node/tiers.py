@@ -82,6 +82,9 @@ class _CountedTier:
         self._count_bytes(Direction.WRITE, segments, results == Outcome.OK)
         return results
 
+    def delete(self, ids: ObjectIds) -> Outcomes:
+        return self._ask(Direction.DELETE, len(ids), lambda: self.backend.delete(ids))
+
     def _ask(self, direction: Direction, count: int, call: Callable[[], Outcomes]) -> Outcomes:
         started = self._clock.now()
         try:
@@ -170,6 +173,16 @@ class TierChain:
             answers = self._write_missing(tier, namespace, ids, segments, guard)
             better = (answers < results) & succeeded(answers) if rank else np.full(len(ids), True)
             results[better] = answers[better]
+        return results
+
+    def delete(self, ids: ObjectIds) -> Outcomes:
+        """Takes each page out of every tier. A tier's failure where one failed, else OK where one held it, else
+        MISS."""
+        results = outcomes(len(ids), Outcome.MISS)
+        for tier in self._tiers:
+            answers = tier.delete(ids)
+            is_worse = (answers > Outcome.MISS) | (results == Outcome.MISS)
+            results[is_worse] = answers[is_worse]
         return results
 
     def usage(self) -> dict[str, float]:
