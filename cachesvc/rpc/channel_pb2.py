@@ -23,61 +23,62 @@ _sym_db = _symbol_database.Default()
 
 
 from cachesvc.rpc import common_pb2 as cachesvc_dot_v1_dot_common__pb2
+from cachesvc.rpc import managed_pb2 as cachesvc_dot_v1_dot_managed__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x61\x63hesvc/v1/channel.proto\x12\x0b\x63\x61\x63hesvc.v1\x1a\x18\x63\x61\x63hesvc/v1/common.proto\"\xa1\x01\n\x05Hello\x12\'\n\x08versions\x18\x01 \x01(\x0b\x32\x15.cachesvc.v1.Versions\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12%\n\x06\x61ttach\x18\n \x01(\x0b\x32\x13.cachesvc.v1.AttachH\x00\x12#\n\x05probe\x18\x0b \x01(\x0b\x32\x12.cachesvc.v1.ProbeH\x00\x42\x06\n\x04want\"\xa5\x01\n\x06\x41ttach\x12\'\n\x08identity\x18\x01 \x01(\x0b\x32\x15.cachesvc.v1.Identity\x12\r\n\x05group\x18\x02 \x01(\t\x12\x12\n\nnum_frames\x18\x03 \x01(\r\x12\x13\n\x0b\x66rame_bytes\x18\x04 \x01(\x04\x12\x11\n\thas_offer\x18\x05 \x01(\x08\x12\'\n\x08previous\x18\x06 \x01(\x0b\x32\x15.cachesvc.v1.Previous\"/\n\x08Previous\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\"\x07\n\x05Probe\"g\n\nHelloReply\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.cachesvc.v1.WelcomeH\x00\x12\'\n\x07refused\x18\x02 \x01(\x0b\x32\x14.cachesvc.v1.RefusedH\x00\x42\x07\n\x05reply\"\x87\x02\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\'\n\x08versions\x18\x03 \x01(\x0b\x32\x15.cachesvc.v1.Versions\x12#\n\x06limits\x18\x04 \x01(\x0b\x32\x13.cachesvc.v1.Limits\x12\x11\n\tnamespace\x18\x05 \x01(\x0c\x12\x0f\n\x07\x65nabled\x18\x06 \x01(\x08\x12\x0f\n\x07warning\x18\x07 \x01(\t\x12\x12\n\nhas_region\x18\x08 \x01(\x08\x12\x11\n\thas_pages\x18\t \x01(\x08\x12 \n\x05tiers\x18\n \x03(\x0b\x32\x11.cachesvc.v1.Tier\x12\x0b\n\x03pid\x18\x0b \x01(\x05\"\x84\x03\n\x06ToNode\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12%\n\x06lookup\x18\n \x01(\x0b\x32\x13.cachesvc.v1.LookupH\x00\x12\'\n\x07publish\x18\x0b \x01(\x0b\x32\x14.cachesvc.v1.PublishH\x00\x12&\n\x08prefetch\x18\x0c \x01(\x0b\x32\x12.cachesvc.v1.PagesH\x00\x12$\n\x06\x62\x61\x63kup\x18\r \x01(\x0b\x32\x12.cachesvc.v1.PagesH\x00\x12%\n\x06\x63\x61ncel\x18\x0e \x01(\x0b\x32\x13.cachesvc.v1.CancelH\x00\x12#\n\x05\x64rain\x18\x0f \x01(\x0b\x32\x12.cachesvc.v1.DrainH\x00\x12%\n\x06\x64\x65tach\x18\x10 \x01(\x0b\x32\x13.cachesvc.v1.DetachH\x00\x12\x30\n\x08\x63ounters\x18\x11 \x01(\x0b\x32\x1c.cachesvc.v1.CountersRequestH\x00\x12!\n\x04ping\x18\x12 \x01(\x0b\x32\x11.cachesvc.v1.PingH\x00\x42\x06\n\x04\x62ody\"\"\n\x06Lookup\x12\n\n\x02op\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"\x19\n\x07Publish\x12\x0e\n\x06\x66rames\x18\x01 \x01(\x0c\"A\n\x05Pages\x12\n\n\x02op\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0e\n\x06\x66rames\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64\x65pths\x18\x04 \x01(\x0c\"\x14\n\x06\x43\x61ncel\x12\n\n\x02op\x18\x01 \x01(\x04\"\x1a\n\x05\x44rain\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"\x08\n\x06\x44\x65tach\"\x11\n\x0f\x43ountersRequest\"\x06\n\x04Ping\"\xe5\x02\n\x08ToClient\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12%\n\x06\x65vents\x18\n \x01(\x0b\x32\x13.cachesvc.v1.EventsH\x00\x12*\n\x06lookup\x18\x0b \x01(\x0b\x32\x18.cachesvc.v1.LookupReplyH\x00\x12\'\n\x07\x64rained\x18\x0c \x01(\x0b\x32\x14.cachesvc.v1.DrainedH\x00\x12)\n\x08\x63ounters\x18\r \x01(\x0b\x32\x15.cachesvc.v1.CountersH\x00\x12!\n\x04pong\x18\x0e \x01(\x0b\x32\x11.cachesvc.v1.PongH\x00\x12)\n\x08\x64\x65\x63lined\x18\x0f \x01(\x0b\x32\x15.cachesvc.v1.DeclinedH\x00\x12#\n\x05\x65rror\x18\x10 \x01(\x0b\x32\x12.cachesvc.v1.ErrorH\x00\x12)\n\x08\x64\x65tached\x18\x11 \x01(\x0b\x32\x15.cachesvc.v1.DetachedH\x00\x42\x06\n\x04\x62ody\"4\n\x0bLookupReply\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\x12\n\nis_pending\x18\x02 \x01(\x08\"\x1f\n\x07\x44rained\x12\x14\n\x0cnum_given_up\x18\x01 \x01(\r\"\x06\n\x04Pong\"\n\n\x08\x44\x65tached\"&\n\x08\x44\x65\x63lined\x12\n\n\x02op\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\",\n\x06\x45vents\x12\"\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x12.cachesvc.v1.Event\"\x9b\x01\n\x05\x45vent\x12\n\n\x02op\x18\x01 \x01(\x04\x12\x15\n\x0blookup_done\x18\x02 \x01(\rH\x00\x12)\n\x04read\x18\x03 \x01(\x0b\x32\x19.cachesvc.v1.PageOutcomesH\x00\x12+\n\x06stored\x18\x04 \x01(\x0b\x32\x19.cachesvc.v1.PageOutcomesH\x00\x12\x0f\n\x05\x65nded\x18\x05 \x01(\tH\x00\x42\x06\n\x04what\"4\n\x0cPageOutcomes\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x10\n\x08outcomes\x18\x02 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x61\x63hesvc/v1/channel.proto\x12\x0b\x63\x61\x63hesvc.v1\x1a\x18\x63\x61\x63hesvc/v1/common.proto\x1a\x19\x63\x61\x63hesvc/v1/managed.proto\"\xcf\x01\n\x05Hello\x12\'\n\x08versions\x18\x01 \x01(\x0b\x32\x15.cachesvc.v1.Versions\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12%\n\x06\x61ttach\x18\n \x01(\x0b\x32\x13.cachesvc.v1.AttachH\x00\x12#\n\x05probe\x18\x0b \x01(\x0b\x32\x12.cachesvc.v1.ProbeH\x00\x12,\n\nopen_store\x18\x0c \x01(\x0b\x32\x16.cachesvc.v1.OpenStoreH\x00\x42\x06\n\x04want\"\xa5\x01\n\x06\x41ttach\x12\'\n\x08identity\x18\x01 \x01(\x0b\x32\x15.cachesvc.v1.Identity\x12\r\n\x05group\x18\x02 \x01(\t\x12\x12\n\nnum_frames\x18\x03 \x01(\r\x12\x13\n\x0b\x66rame_bytes\x18\x04 \x01(\x04\x12\x11\n\thas_offer\x18\x05 \x01(\x08\x12\'\n\x08previous\x18\x06 \x01(\x0b\x32\x15.cachesvc.v1.Previous\"/\n\x08Previous\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\"\x07\n\x05Probe\"g\n\nHelloReply\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.cachesvc.v1.WelcomeH\x00\x12\'\n\x07refused\x18\x02 \x01(\x0b\x32\x14.cachesvc.v1.RefusedH\x00\x42\x07\n\x05reply\"\xb0\x02\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\'\n\x08versions\x18\x03 \x01(\x0b\x32\x15.cachesvc.v1.Versions\x12#\n\x06limits\x18\x04 \x01(\x0b\x32\x13.cachesvc.v1.Limits\x12\x11\n\tnamespace\x18\x05 \x01(\x0c\x12\x0f\n\x07\x65nabled\x18\x06 \x01(\x08\x12\x0f\n\x07warning\x18\x07 \x01(\t\x12\x12\n\nhas_region\x18\x08 \x01(\x08\x12\x11\n\thas_pages\x18\t \x01(\x08\x12 \n\x05tiers\x18\n \x03(\x0b\x32\x11.cachesvc.v1.Tier\x12\x0b\n\x03pid\x18\x0b \x01(\x05\x12\'\n\x05store\x18\x0c \x01(\x0b\x32\x18.cachesvc.v1.StoreOpened\"\x84\x03\n\x06ToNode\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12%\n\x06lookup\x18\n \x01(\x0b\x32\x13.cachesvc.v1.LookupH\x00\x12\'\n\x07publish\x18\x0b \x01(\x0b\x32\x14.cachesvc.v1.PublishH\x00\x12&\n\x08prefetch\x18\x0c \x01(\x0b\x32\x12.cachesvc.v1.PagesH\x00\x12$\n\x06\x62\x61\x63kup\x18\r \x01(\x0b\x32\x12.cachesvc.v1.PagesH\x00\x12%\n\x06\x63\x61ncel\x18\x0e \x01(\x0b\x32\x13.cachesvc.v1.CancelH\x00\x12#\n\x05\x64rain\x18\x0f \x01(\x0b\x32\x12.cachesvc.v1.DrainH\x00\x12%\n\x06\x64\x65tach\x18\x10 \x01(\x0b\x32\x13.cachesvc.v1.DetachH\x00\x12\x30\n\x08\x63ounters\x18\x11 \x01(\x0b\x32\x1c.cachesvc.v1.CountersRequestH\x00\x12!\n\x04ping\x18\x12 \x01(\x0b\x32\x11.cachesvc.v1.PingH\x00\x42\x06\n\x04\x62ody\"\"\n\x06Lookup\x12\n\n\x02op\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"\x19\n\x07Publish\x12\x0e\n\x06\x66rames\x18\x01 \x01(\x0c\"A\n\x05Pages\x12\n\n\x02op\x18\x01 \x01(\x04\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0e\n\x06\x66rames\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64\x65pths\x18\x04 \x01(\x0c\"\x14\n\x06\x43\x61ncel\x12\n\n\x02op\x18\x01 \x01(\x04\"\x1a\n\x05\x44rain\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"\x08\n\x06\x44\x65tach\"\x11\n\x0f\x43ountersRequest\"\x06\n\x04Ping\"\xe5\x02\n\x08ToClient\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12%\n\x06\x65vents\x18\n \x01(\x0b\x32\x13.cachesvc.v1.EventsH\x00\x12*\n\x06lookup\x18\x0b \x01(\x0b\x32\x18.cachesvc.v1.LookupReplyH\x00\x12\'\n\x07\x64rained\x18\x0c \x01(\x0b\x32\x14.cachesvc.v1.DrainedH\x00\x12)\n\x08\x63ounters\x18\r \x01(\x0b\x32\x15.cachesvc.v1.CountersH\x00\x12!\n\x04pong\x18\x0e \x01(\x0b\x32\x11.cachesvc.v1.PongH\x00\x12)\n\x08\x64\x65\x63lined\x18\x0f \x01(\x0b\x32\x15.cachesvc.v1.DeclinedH\x00\x12#\n\x05\x65rror\x18\x10 \x01(\x0b\x32\x12.cachesvc.v1.ErrorH\x00\x12)\n\x08\x64\x65tached\x18\x11 \x01(\x0b\x32\x15.cachesvc.v1.DetachedH\x00\x42\x06\n\x04\x62ody\"4\n\x0bLookupReply\x12\x11\n\tnum_pages\x18\x01 \x01(\r\x12\x12\n\nis_pending\x18\x02 \x01(\x08\"\x1f\n\x07\x44rained\x12\x14\n\x0cnum_given_up\x18\x01 \x01(\r\"\x06\n\x04Pong\"\n\n\x08\x44\x65tached\"&\n\x08\x44\x65\x63lined\x12\n\n\x02op\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\",\n\x06\x45vents\x12\"\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x12.cachesvc.v1.Event\"\x9b\x01\n\x05\x45vent\x12\n\n\x02op\x18\x01 \x01(\x04\x12\x15\n\x0blookup_done\x18\x02 \x01(\rH\x00\x12)\n\x04read\x18\x03 \x01(\x0b\x32\x19.cachesvc.v1.PageOutcomesH\x00\x12+\n\x06stored\x18\x04 \x01(\x0b\x32\x19.cachesvc.v1.PageOutcomesH\x00\x12\x0f\n\x05\x65nded\x18\x05 \x01(\tH\x00\x42\x06\n\x04what\"4\n\x0cPageOutcomes\x12\x12\n\nfirst_page\x18\x01 \x01(\r\x12\x10\n\x08outcomes\x18\x02 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cachesvc.v1.channel_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HELLO']._serialized_start=69
-  _globals['_HELLO']._serialized_end=230
-  _globals['_ATTACH']._serialized_start=233
-  _globals['_ATTACH']._serialized_end=398
-  _globals['_PREVIOUS']._serialized_start=400
-  _globals['_PREVIOUS']._serialized_end=447
-  _globals['_PROBE']._serialized_start=449
-  _globals['_PROBE']._serialized_end=456
-  _globals['_HELLOREPLY']._serialized_start=458
-  _globals['_HELLOREPLY']._serialized_end=561
-  _globals['_WELCOME']._serialized_start=564
-  _globals['_WELCOME']._serialized_end=827
-  _globals['_TONODE']._serialized_start=830
-  _globals['_TONODE']._serialized_end=1218
-  _globals['_LOOKUP']._serialized_start=1220
-  _globals['_LOOKUP']._serialized_end=1254
-  _globals['_PUBLISH']._serialized_start=1256
-  _globals['_PUBLISH']._serialized_end=1281
-  _globals['_PAGES']._serialized_start=1283
-  _globals['_PAGES']._serialized_end=1348
-  _globals['_CANCEL']._serialized_start=1350
-  _globals['_CANCEL']._serialized_end=1370
-  _globals['_DRAIN']._serialized_start=1372
-  _globals['_DRAIN']._serialized_end=1398
-  _globals['_DETACH']._serialized_start=1400
-  _globals['_DETACH']._serialized_end=1408
-  _globals['_COUNTERSREQUEST']._serialized_start=1410
-  _globals['_COUNTERSREQUEST']._serialized_end=1427
-  _globals['_PING']._serialized_start=1429
-  _globals['_PING']._serialized_end=1435
-  _globals['_TOCLIENT']._serialized_start=1438
-  _globals['_TOCLIENT']._serialized_end=1795
-  _globals['_LOOKUPREPLY']._serialized_start=1797
-  _globals['_LOOKUPREPLY']._serialized_end=1849
-  _globals['_DRAINED']._serialized_start=1851
-  _globals['_DRAINED']._serialized_end=1882
-  _globals['_PONG']._serialized_start=1884
-  _globals['_PONG']._serialized_end=1890
-  _globals['_DETACHED']._serialized_start=1892
-  _globals['_DETACHED']._serialized_end=1902
-  _globals['_DECLINED']._serialized_start=1904
-  _globals['_DECLINED']._serialized_end=1942
-  _globals['_EVENTS']._serialized_start=1944
-  _globals['_EVENTS']._serialized_end=1988
-  _globals['_EVENT']._serialized_start=1991
-  _globals['_EVENT']._serialized_end=2146
-  _globals['_PAGEOUTCOMES']._serialized_start=2148
-  _globals['_PAGEOUTCOMES']._serialized_end=2200
+  _globals['_HELLO']._serialized_start=96
+  _globals['_HELLO']._serialized_end=303
+  _globals['_ATTACH']._serialized_start=306
+  _globals['_ATTACH']._serialized_end=471
+  _globals['_PREVIOUS']._serialized_start=473
+  _globals['_PREVIOUS']._serialized_end=520
+  _globals['_PROBE']._serialized_start=522
+  _globals['_PROBE']._serialized_end=529
+  _globals['_HELLOREPLY']._serialized_start=531
+  _globals['_HELLOREPLY']._serialized_end=634
+  _globals['_WELCOME']._serialized_start=637
+  _globals['_WELCOME']._serialized_end=941
+  _globals['_TONODE']._serialized_start=944
+  _globals['_TONODE']._serialized_end=1332
+  _globals['_LOOKUP']._serialized_start=1334
+  _globals['_LOOKUP']._serialized_end=1368
+  _globals['_PUBLISH']._serialized_start=1370
+  _globals['_PUBLISH']._serialized_end=1395
+  _globals['_PAGES']._serialized_start=1397
+  _globals['_PAGES']._serialized_end=1462
+  _globals['_CANCEL']._serialized_start=1464
+  _globals['_CANCEL']._serialized_end=1484
+  _globals['_DRAIN']._serialized_start=1486
+  _globals['_DRAIN']._serialized_end=1512
+  _globals['_DETACH']._serialized_start=1514
+  _globals['_DETACH']._serialized_end=1522
+  _globals['_COUNTERSREQUEST']._serialized_start=1524
+  _globals['_COUNTERSREQUEST']._serialized_end=1541
+  _globals['_PING']._serialized_start=1543
+  _globals['_PING']._serialized_end=1549
+  _globals['_TOCLIENT']._serialized_start=1552
+  _globals['_TOCLIENT']._serialized_end=1909
+  _globals['_LOOKUPREPLY']._serialized_start=1911
+  _globals['_LOOKUPREPLY']._serialized_end=1963
+  _globals['_DRAINED']._serialized_start=1965
+  _globals['_DRAINED']._serialized_end=1996
+  _globals['_PONG']._serialized_start=1998
+  _globals['_PONG']._serialized_end=2004
+  _globals['_DETACHED']._serialized_start=2006
+  _globals['_DETACHED']._serialized_end=2016
+  _globals['_DECLINED']._serialized_start=2018
+  _globals['_DECLINED']._serialized_end=2056
+  _globals['_EVENTS']._serialized_start=2058
+  _globals['_EVENTS']._serialized_end=2102
+  _globals['_EVENT']._serialized_start=2105
+  _globals['_EVENT']._serialized_end=2260
+  _globals['_PAGEOUTCOMES']._serialized_start=2262
+  _globals['_PAGEOUTCOMES']._serialized_end=2314
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from cachesvc.rpc import common_pb2 as _common_pb2
+from cachesvc.rpc import managed_pb2 as _managed_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -8,18 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("versions", "client", "pid", "attach", "probe")
+    __slots__ = ("versions", "client", "pid", "attach", "probe", "open_store")
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STORE_FIELD_NUMBER: _ClassVar[int]
     versions: _common_pb2.Versions
     client: str
     pid: int
     attach: Attach
     probe: Probe
-    def __init__(self, versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ..., client: _Optional[str] = ..., pid: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
+    open_store: _managed_pb2.OpenStore
+    def __init__(self, versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ..., client: _Optional[str] = ..., pid: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., open_store: _Optional[_Union[_managed_pb2.OpenStore, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("identity", "group", "num_frames", "frame_bytes", "has_offer", "previous")
@@ -58,7 +61,7 @@ class HelloReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id", "boot_id", "versions", "limits", "namespace", "enabled", "warning", "has_region", "has_pages", "tiers", "pid")
+    __slots__ = ("session_id", "boot_id", "versions", "limits", "namespace", "enabled", "warning", "has_region", "has_pages", "tiers", "pid", "store")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +73,7 @@ class Welcome(_message.Message):
     HAS_PAGES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     boot_id: bytes
     versions: _common_pb2.Versions
@@ -81,7 +85,8 @@ class Welcome(_message.Message):
     has_pages: bool
     tiers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Tier]
     pid: int
-    def __init__(self, session_id: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., namespace: _Optional[bytes] = ..., enabled: bool = ..., warning: _Optional[str] = ..., has_region: bool = ..., has_pages: bool = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, _Mapping]]] = ..., pid: _Optional[int] = ...) -> None: ...
+    store: _managed_pb2.StoreOpened
+    def __init__(self, session_id: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., namespace: _Optional[bytes] = ..., enabled: bool = ..., warning: _Optional[str] = ..., has_region: bool = ..., has_pages: bool = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, _Mapping]]] = ..., pid: _Optional[int] = ..., store: _Optional[_Union[_managed_pb2.StoreOpened, _Mapping]] = ...) -> None: ...
 
 class ToNode(_message.Message):
     __slots__ = ("call", "lookup", "publish", "prefetch", "backup", "cancel", "drain", "detach", "counters", "ping")
