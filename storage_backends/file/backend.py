@@ -1,23 +1,21 @@
-"""Objects as files of one directory.
+"""Objects as files of one directory, which is opened anew when somebody removes it.
 
-DESIGN. A put goes: take room (removing the least recently used objects if need be), write temporary files, ask the
-guard, rename, note in the index. A failure at any step leaves no object and gives the room back. Existence is answered
-by the index (index.py), room is counted for all processes that use the directory (writers.py), and all file operations
-are native batches (cachekernels.files). See README.md for the layout on disk and what is not promised.
+DESIGN. `ObjectDirectory` does the work. It holds on to one inode; when an operator removes or empties the path under a
+running process, whatever is put there is lost to everybody, and a process that starts later does not see this one. So
+each put looks at most once a second, and after any failure at once, whether the directory is still the one at the path
+(one `stat`); if not, it is made and opened again, and the old one is closed when its last call has ended. Calls caught
+in between are repeated on the new one.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import mmap
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import numpy as np
-from cachekernels.files import ALIGNMENT_BYTES, DIFFERENT, KEPT_EARLIER, NUM_SHARDS, WRONG_LENGTH, FileIo
 from numpy.typing import NDArray
 
 from storage_backends.base import (
@@ -30,30 +28,16 @@ from storage_backends.base import (
     Segments,
     StorageBackend,
     Usage,
-    check_batch,
-    outcomes,
 )
-from storage_backends.codes import ADMISSION_OUTCOMES, ERRNO_OUTCOMES, PRESENCE_OUTCOMES
 from storage_backends.errors import StorageClosed, StorageConfigError
-from storage_backends.file.config import FileConfig, default_capacity
-from storage_backends.file.index import FileIndex
-from storage_backends.file.writers import Writers
-from storage_backends.in_flight import InFlight
+from storage_backends.file.config import FileConfig
+from storage_backends.file.directory import CAPABILITIES, ObjectDirectory
 
 logger = logging.getLogger(__name__)
 
-CAPABILITIES = Capabilities(
-    name="file",
-    alignment_bytes=ALIGNMENT_BYTES,
-    header_bytes=4096,
-    index_answers=True,
-    persistent=True,
-    shared=True,
-    evicts=True,
-    verifies=False,
-    scattered=True,
-)
-_SHARDS_A_BATCH = 16
+_LOOK_EVERY_NS = 1_000_000_000
+
+T = TypeVar("T")
 
 
 def open_backend(options: Mapping[str, object]) -> FileBackend:
@@ -65,224 +49,99 @@ class FileBackend(StorageBackend):
     """One file per object below `config.path`, bounded, kept over restarts. Opening starts a scan in the background."""
 
     def __init__(self, config: FileConfig, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._config = config
         self._clock_ns = clock_ns
-        self._path = config.path
-        self._calls = InFlight("file")
-        # Held from a rename to its entry in the index and over a deletion: whoever deletes finds both or neither.
-        self._naming = threading.Lock()
-        directory_fd = _open_directory(config)
-        try:
-            self.is_direct = _choose_direct(config, directory_fd)
-            capacity = default_capacity(directory_fd) if config.capacity_bytes is None else config.capacity_bytes
-            self._writers = Writers(config.path)
-            self._files = FileIo(directory_fd, self._writers.token, direct=self.is_direct, num_threads=config.threads)
-        finally:
-            os.close(directory_fd)
-        self._index = FileIndex(self._files, self._writers, capacity)
+        self._replacing = threading.Lock()
+        self._is_closed = False
+        self._problem = ""
+        self._looked_ns = clock_ns()
+        self._current = ObjectDirectory(config, clock_ns=clock_ns)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether files bypass the page cache."""
+        return self._current.is_direct
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
-        return self._index.wait_complete(timeout_s)
+        return self._current.wait_ready(timeout_s)
 
     def contains(self, ids: ObjectIds) -> Outcomes:
-        with self._calls.call():
-            found = self._index.objects.contains(ids)
-            if not self._index.is_authority and not found.all():
-                unknown = np.flatnonzero(~found)
-                asked = np.ascontiguousarray(ids[unknown])
-                lengths = self._files.sizes(asked)
-                there = lengths >= 0
-                self._index.adopt(asked, lengths, there)
-                found[unknown] = there
-            return PRESENCE_OUTCOMES[found.view(np.uint8)]
+        return self._on_current(lambda directory: directory.contains(ids))
 
     def known(self, ids: ObjectIds) -> NDArray[np.bool_]:
-        with self._calls.call():
-            return self._index.objects.contains(ids)
+        return self._on_current(lambda directory: directory.known(ids))
 
     def knows_all(self) -> bool:
-        try:
-            with self._calls.call():
-                return self._index.is_authority
-        except StorageClosed:
-            return False
+        return self._current.knows_all()
 
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
-        with self._calls.call():
-            moment = self._index.objects.moment()
-            errors = self._files.read(ids, segments.addresses, segments.lengths, segments.offsets)
-            hits = errors == 0
-            self._index.objects.touch(ids, hits)
-            self._index.adopt(ids, segments.object_lengths(), hits)
-            self._index.forget(ids, errors == errno.ENOENT, moment)
-            return _outcomes_of(errors)
+        return self._on_current(lambda directory: directory.get_into(ids, segments))
 
     def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
-        with self._calls.call():
-            check_batch(ids, segments)
-            lengths = segments.object_lengths()
-            _check_lengths(lengths)
-            if not self._index.is_complete:
-                known = self._index.objects.contains(ids)
-                return np.where(known, Outcome.EXISTS, Outcome.THROTTLED).astype(np.uint8)
-            reservation = self._index.objects.reserve(ids, lengths.astype(np.uint64))
-            try:
-                self._index.remove_victims(reservation)
-                result = ADMISSION_OUTCOMES[reservation.admission()]
-                numbers = self._write(ids, segments, result, guard)
-                with self._naming:
-                    self._publish(ids, numbers, result)
-                    self._index.objects.commit(reservation, result == Outcome.OK)
-            finally:
-                self._index.objects.commit(reservation, np.zeros(len(ids), dtype=np.bool_))
-            self._index.adopt(ids, lengths, result == Outcome.EXISTS)
-            return result
-
-    def _write(self, ids: ObjectIds, segments: Segments, result: Outcomes, guard: Guard | None) -> NDArray[np.uint64]:
-        """Write temporary files for results that are OK, and ask the guard; what fails changes its result."""
-        wanted = result == Outcome.OK
-        if not wanted.any():
-            return np.zeros(len(ids), dtype=np.uint64)
-        arguments = (segments.addresses, segments.lengths, segments.offsets)
-        numbers, errors = self._files.write(ids, *arguments, wanted, self._clock_ns())
-        written = errors == 0
-        result[wanted & ~written] = _put_outcomes(errors)[wanted & ~written]
-        kept = np.zeros(len(ids), dtype=np.bool_)
-        try:
-            if written.any():
-                kept = written if guard is None else written & guard()
-        finally:
-            if (written & ~kept).any():
-                self._files.discard(ids, numbers, written & ~kept)
-        result[written & ~kept] = Outcome.CHANGED
-        return numbers
-
-    def _publish(self, ids: ObjectIds, numbers: NDArray[np.uint64], result: Outcomes) -> None:
-        """Name the temporary files of results that are OK; what fails changes its result."""
-        kept = result == Outcome.OK
-        if kept.any():
-            result[kept] = _put_outcomes(self._files.publish(ids, numbers, kept))[kept]
+        result = self._on_current(lambda directory: directory.put_from(ids, segments, guard))
+        if self._is_time_to_look(has_failed=bool((result == Outcome.FAILED).any())) and self._replace_lost():
+            # What was said to exist went with the directory. The new one takes it once its scan has ended.
+            result[result != Outcome.OK] = Outcome.THROTTLED
+        return result
 
     def delete(self, ids: ObjectIds) -> Outcomes:
-        with self._calls.call(), self._naming:
-            result = outcomes(len(ids), Outcome.OK)
-            unknown = np.flatnonzero(~self._index.objects.contains(ids))
-            self._index.remove_victims(self._index.objects.withdraw(ids))
-            if len(unknown):
-                asked = np.ascontiguousarray(ids[unknown])
-                result[unknown] = _outcomes_of(self._files.remove(asked, np.zeros(len(asked), dtype=np.bool_)))
-            return result
+        return self._on_current(lambda directory: directory.delete(ids))
 
     def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
-        with self._calls.call():
-            return np.maximum(self._files.sizes(ids), -1)
+        return self._on_current(lambda directory: directory.sizes(ids))
 
     def set_aside(self, ids: ObjectIds, seen: Segments) -> Outcomes:
-        with self._calls.call():
-            if not self._index.is_complete:
-                return outcomes(len(ids), Outcome.THROTTLED)
-            lengths = self._files.sizes(ids)
-            self._index.adopt(ids, lengths, lengths >= 0)
-            moment = self._index.objects.moment()
-            errors = self._files.set_aside(ids, seen.addresses, seen.lengths, seen.offsets)
-            self._index.objects.set_aside(ids, lengths.astype(np.uint64), errors == 0, as_of=moment)
-            self._index.objects.forget(ids, errors == KEPT_EARLIER, counted=True, as_of=moment)
-            self._index.forget(ids, errors == errno.ENOENT, moment)
-            errors[errors == KEPT_EARLIER] = 0
-            return _outcomes_of(errors)
+        return self._on_current(lambda directory: directory.set_aside(ids, seen))
 
     def scan(self) -> Iterator[ScanBatch]:
-        for begin in range(0, NUM_SHARDS, _SHARDS_A_BATCH):
-            with self._calls.call():
-                found = self._files.scan(begin, begin + _SHARDS_A_BATCH)
-            if len(found.ids):
-                yield ScanBatch(found.ids, found.num_bytes, found.modified_ns)
+        return self._current.scan()
 
     def place(self) -> str:
-        return str(self._path)
+        return self._current.place()
 
     def usage(self) -> Usage:
-        with self._calls.call():
-            now = self._index.objects.usage()
-            return Usage(
-                used_bytes=now.total_bytes - now.reserved_bytes,
-                reserved_bytes=now.reserved_bytes,
-                capacity_bytes=now.capacity_bytes,
-                objects=now.objects,
-                set_aside_bytes=now.set_aside_bytes,
-            )
+        return self._on_current(ObjectDirectory.usage)
 
     def close(self) -> None:
-        if self._calls.close():
-            self._index.close()
-            self._files.close()
-            self._writers.close()
+        with self._replacing:
+            self._is_closed = True
+            self._current.close()
 
+    def _on_current(self, call: Callable[[ObjectDirectory], T]) -> T:
+        while True:
+            directory = self._current
+            try:
+                return call(directory)
+            except StorageClosed:
+                if directory is self._current:
+                    raise
 
-def _open_directory(config: FileConfig) -> int:
-    try:
-        config.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(config.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageConfigError(
-            f"path: {str(config.path)!r} cannot be used as a directory: {error.strerror}; name another one"
-        ) from error
-    return fd
-
-
-def _choose_direct(config: FileConfig, directory_fd: int) -> bool:
-    """Whether to use O_DIRECT, by trying it in the directory itself: the platform says nothing about a file system."""
-    if config.direct == "off":
-        return False
-    problem = _probe_direct(directory_fd)
-    if problem is None:
+    def _is_time_to_look(self, *, has_failed: bool) -> bool:
+        now_ns = self._clock_ns()
+        if not has_failed and abs(now_ns - self._looked_ns) < _LOOK_EVERY_NS:
+            return False
+        self._looked_ns = now_ns
         return True
-    if config.direct == "on":
-        raise StorageConfigError(f"direct='on', but O_DIRECT does not work in {str(config.path)!r}: {problem}")
-    logger.warning("O_DIRECT does not work in %s (%s): using the page cache", config.path, problem)
-    return False
 
-
-def _probe_direct(directory_fd: int) -> str | None:
-    """Write and read one aligned block; what went wrong, or None."""
-    name = f"probe.{os.getpid()}.{time.monotonic_ns()}"
-    block = mmap.mmap(-1, ALIGNMENT_BYTES)
-    pattern = b"cachesvc" * (ALIGNMENT_BYTES // 8)
-    try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
-        try:
-            block[:] = pattern
-            written = os.pwritev(fd, [block], 0)
-            block[:] = bytes(ALIGNMENT_BYTES)
-            got = os.preadv(fd, [block], 0)
-            intact = written == got == ALIGNMENT_BYTES and block[:] == pattern
-            return None if intact else f"{written} bytes written, {got} read"
-        finally:
-            os.close(fd)
-            os.unlink(name, dir_fd=directory_fd)
-    except OSError as error:
-        return str(error.strerror)
-    finally:
-        block.close()
-
-
-def _check_lengths(lengths: NDArray[np.int64]) -> None:
-    if (lengths % ALIGNMENT_BYTES).any():
-        raise ValueError(f"object lengths must be multiples of {ALIGNMENT_BYTES}, got {lengths % ALIGNMENT_BYTES}")
-
-
-def _outcomes_of(errors: NDArray[np.int32]) -> Outcomes:
-    """Results of reading and removing."""
-    result = ERRNO_OUTCOMES[np.clip(errors, 0, len(ERRNO_OUTCOMES) - 1)]
-    result[errors == WRONG_LENGTH] = Outcome.CORRUPT
-    result[errors == DIFFERENT] = Outcome.CHANGED
-    return result
-
-
-def _put_outcomes(errors: NDArray[np.int32]) -> Outcomes:
-    """Results of writing: a missing file or directory there is a failure and not a miss."""
-    result = _outcomes_of(errors)
-    result[errors == errno.ENOENT] = Outcome.FAILED
-    return result
+    def _replace_lost(self) -> bool:
+        """Opens the directory anew if it is lost. Whether the current one is another than before this call."""
+        seen = self._current
+        with self._replacing:
+            if self._is_closed or self._current is not seen:
+                return self._current is not seen
+            if not seen.is_lost():
+                return False
+            try:
+                self._current = ObjectDirectory(self._config, clock_ns=self._clock_ns)
+            except (OSError, StorageConfigError) as error:
+                if str(error) != self._problem:  # once per kind of trouble, and not with every put
+                    self._problem = str(error)
+                    logger.error("the directory %s is gone and cannot be made again: %s", seen.place(), error)
+                return False
+            self._problem = ""
+            logger.warning("the directory %s was removed or emptied under this process; opened anew", seen.place())
+        seen.close()
+        return True

@@ -108,6 +108,14 @@ class Writers:
             if self._is_dead(token):
                 (self._directory / token).unlink(missing_ok=True)
 
+    def is_registered(self) -> bool:
+        """Whether others can see that this process uses the directory. One system call."""
+        try:
+            named = os.stat(self._directory / self.token)
+        except OSError:
+            return False
+        return os.path.samestat(named, os.fstat(self._token_fd))
+
     def close(self) -> None:
         """Leave. The byte count stays as it is, for the others and for nobody. Never raises."""
         try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from storage_backends.base import ObjectIds, Outcome, Outcomes, Segments, StorageBackend
 from storage_backends.errors import StorageClosed, StorageConfigError
-from storage_backends.file import backend as file_backend
+from storage_backends.file import directory as file_directory
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
 from storage_backends.layers.checksum import ChecksumLayer
@@ -32,6 +33,7 @@ from tests.oracles.page_header import seal
 NAMESPACE = bytes(range(32))
 PAGE_BYTES = 8192
 OBJECT_BYTES = 4096 + PAGE_BYTES
+HANG_S = 30
 
 
 @contextmanager
@@ -264,7 +266,7 @@ class TestDirect:
         assert below(tmp_path, "probe*") == []
 
     def test_a_file_system_that_lies_is_found_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(file_backend.os, "preadv", lambda fd, buffers, offset: 512)
+        monkeypatch.setattr(file_directory.os, "preadv", lambda fd, buffers, offset: 512)
         with opened(tmp_path) as backend:
             assert not backend.is_direct
 
@@ -308,6 +310,66 @@ class TestNames:
         (tmp_path / "file").touch()
         with pytest.raises(StorageConfigError, match="cannot be used as a directory"):
             FileBackend(FileConfig(tmp_path / "file" / "below", 2**20))
+
+
+class TestRemovedUnderUs:
+    @pytest.mark.parametrize("clear", ["the directory", "what is in it"])
+    def test_it_is_opened_anew_and_found_by_others(self, tmp_path: Path, clear: str) -> None:
+        root, now_ns = tmp_path / "pages", [1]
+        ids, pages, target = make_ids(6), Buffers.make(6, OBJECT_BYTES, seed=1), Buffers.make(6, OBJECT_BYTES)
+        backend = FileBackend(FileConfig(root, 100 * OBJECT_BYTES), clock_ns=lambda: now_ns[0])
+        with closing(backend):
+            backend.wait_ready()
+            backend.put_from(ids, pages.segments())
+            shutil.rmtree(root)
+            if clear == "what is in it":
+                root.mkdir()
+            assert (backend.get_into(ids, target.segments()) == Outcome.MISS).all()
+            now_ns[0] += 2 * 10**9
+            first = backend.put_from(ids, pages.segments())
+            assert set(first.tolist()) <= {Outcome.THROTTLED, Outcome.OK}
+            assert backend.wait_ready(HANG_S)
+            again = backend.put_from(ids, pages.segments())
+            assert set(again.tolist()) <= {Outcome.OK, Outcome.EXISTS}
+            assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
+            assert np.array_equal(target.rows, pages.rows)
+            assert backend.usage().used_bytes == 6 * OBJECT_BYTES
+            with opened(root) as other:  # which counts together with the first, so it has seen it
+                assert not backend.knows_all()
+                assert (other.contains(ids) == Outcome.OK).all()
+
+    def test_a_file_in_its_place_is_a_failed_put_until_it_is_gone(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        root = tmp_path / "pages"
+        ids, pages = make_ids(2), Buffers.make(2, OBJECT_BYTES, seed=1)
+        with opened(root) as backend:
+            shutil.rmtree(root)
+            root.touch()
+            for _ in range(3):
+                assert (backend.put_from(ids, pages.segments()) == Outcome.FAILED).all()
+            assert [record.levelname for record in caplog.records] == ["ERROR"]  # said once
+            root.unlink()
+            assert (backend.put_from(ids, pages.segments()) == Outcome.THROTTLED).all()
+            assert backend.wait_ready(HANG_S)
+            assert (backend.put_from(ids, pages.segments()) == Outcome.OK).all()
+
+    def test_a_call_that_meets_the_change_is_repeated(self, tmp_path: Path) -> None:
+        root, met = tmp_path / "pages", []
+        ids, pages = make_ids(4), Buffers.make(4, OBJECT_BYTES, seed=1)
+
+        def replaced_on_the_way(directory: StorageBackend) -> Outcomes:
+            met.append(directory)
+            if len(met) == 1:
+                shutil.rmtree(root)
+                assert (backend.put_from(ids, pages.segments()) == Outcome.THROTTLED).all()
+            return directory.contains(ids)
+
+        with opened(root) as backend:
+            assert (backend._on_current(replaced_on_the_way) == Outcome.MISS).all()
+            assert len(met) == 2 and met[0] is not met[1]
+        with pytest.raises(StorageClosed):
+            backend.contains(ids)
 
 
 class TestChangedFromOutside:

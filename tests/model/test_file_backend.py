@@ -161,7 +161,7 @@ class FileMachine(RuleBasedStateMachine):
         assert usage.objects == len(self.order)
         assert usage.set_aside_bytes == len(self.aside) * OBJECT_BYTES
         assert usage.used_bytes <= usage.capacity_bytes
-        self.backend._index.objects.check()
+        self.backend._current._index.objects.check()
 
 
 TestFiles = FileMachine.TestCase
