@@ -2,8 +2,9 @@
 
 DESIGN. Every call takes n object ids and answers n outcomes. Bytes move between the medium and memory named by
 `Segments`; nothing is copied through Python. A call blocks until the whole batch is done; the backend owns its own
-parallelism. All calls may come from any thread at any time. What concerns every backend alike (checksum, metrics, fault
-injection, later deadlines and retries) is a layer: a `StorageBackend` around a `StorageBackend`.
+parallelism. All calls may come from any thread at any time. What concerns every backend alike (deadline, retry,
+circuit breaker, concurrency limit, checksum, metrics, fault injection) is a layer: a `StorageBackend` around a
+`StorageBackend`.
 
 What may become of a batch: outcomes are independent of each other, in the order of the ids. Ids later in a batch are
 taken to be deeper in a prefix than earlier ones: a bounded backend gives them up first.
@@ -12,7 +13,7 @@ taken to be deeper in a prefix than earlier ones: a bounded backend gives them u
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,6 +130,10 @@ class Capabilities:
     """Checks key, length and checksum of what it reads; buffers then carry the payload alone."""
     scattered: bool
     """Objects may consist of several segments; otherwise one each, all of one length per call."""
+    counted: bool = True
+    """`usage` covers every object on the medium; otherwise nobody counts and it is all zeros."""
+    remote: bool = False
+    """Reached over a connection, so that any call may hang or fail for a while: opened behind all layers."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +207,8 @@ class StorageBackend(ABC):
 
         `guard` is asked once, after the bytes were taken and before anything becomes visible; False gives CHANGED. It
         is not asked when nothing was written. Whatever is neither OK nor EXISTS left the object absent and no space
-        used.
+        used; after TIMEOUT and UNAVAILABLE the object is absent or whole, because the answer that would tell is
+        missing.
         """
 
     @abstractmethod
@@ -237,7 +243,18 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def usage(self) -> Usage:
-        """Now; no I/O."""
+        """Now; no I/O. All zeros unless `counted`."""
+
+    def is_serving(self) -> bool:
+        """False while calls are declined without being tried, because too many failed. No I/O."""
+        return True
+
+    def tallies(self) -> Mapping[str, int]:
+        """What layers and backend declined, repeated or gave up, by reason. No I/O.
+
+        The names are the same over the life of the backend. Numbers grow, except those whose name ends in `_now`.
+        """
+        return {}
 
     @abstractmethod
     def close(self) -> None:

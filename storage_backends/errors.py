@@ -2,7 +2,8 @@
 
     StorageError                 kind, transient or permanent, the outcome it stands for, and its context
     |-- StorageUnavailable       transient: the medium cannot be reached now (too many open files, connection lost)
-    |   `-- StorageTimeout       transient: no answer within the deadline
+    |   |-- StorageTimeout       transient: no answer within the deadline
+    |   `-- StorageThrottled     transient: not tried now, on purpose (too many calls at once)
     `-- StorageFailed            permanent: trying again will not help (read-only medium, permission, I/O error)
         |-- StorageClosed        the backend was closed; a bug of the caller
         `-- StorageConfigError   found while opening: unknown key, bad value, unusable directory (also a ValueError)
@@ -51,6 +52,12 @@ class StorageTimeout(StorageUnavailable):
     """No answer within the deadline; the same call may succeed later."""
 
     outcome = Outcome.TIMEOUT
+
+
+class StorageThrottled(StorageUnavailable):
+    """Not tried now, on purpose; trying again at once is what is to be avoided."""
+
+    outcome = Outcome.THROTTLED
 
 
 class StorageFailed(StorageError):

@@ -47,6 +47,17 @@ def whole_number(name: str, value: object, low: int, high: int) -> int:
     return number
 
 
+def seconds(name: str, value: object, low: float, high: float) -> float:
+    """A number of seconds in [low, high], given as such or as text."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        raise StorageConfigError(f"{name}={value!r} is not a number of seconds") from None
+    if not low <= number <= high:
+        raise StorageConfigError(f"{name}={value!r} is not within {low:g} to {high:g} seconds")
+    return number
+
+
 def path_of(name: str, value: object) -> Path:
     """A path given as text, `~` expanded, made absolute."""
     if not isinstance(value, str | os.PathLike) or not str(value) or "\0" in str(value):

@@ -2,7 +2,8 @@
 
 A distribution adds a backend with an entry point in group `cachesvc.storage_backends`: a callable that takes the
 options as a mapping and returns an open `StorageBackend`. The backends of this package are known without an entry
-point, so that a source tree works uninstalled.
+point, so that a source tree works uninstalled. A backend that is reached over a connection comes behind all layers, any
+other when its options have a table `layers`: there is no other way to open one.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from importlib.metadata import EntryPoint, entry_points
 
 from storage_backends.base import StorageBackend
 from storage_backends.errors import StorageConfigError
+from storage_backends.layers.stack import LayerOptions, in_layers
 
 GROUP = "cachesvc.storage_backends"
 BUILT_IN = {
     "file": "storage_backends.file.backend:open_backend",
     "memory": "storage_backends.memory.backend:open_backend",
 }
+EXTRAS = frozenset({"redis", "s3", "fsspec", "nixl"})
+"""Backends whose dependencies are an extra of this distribution, of the same name."""
 Opener = Callable[[Mapping[str, object]], StorageBackend]
 
 
@@ -28,7 +32,7 @@ def known_backends() -> list[str]:
 
 
 def open_backend(name: str, options: Mapping[str, object]) -> StorageBackend:
-    """An open backend; the caller closes it.
+    """An open backend; the caller closes it. `options` are the backend's own, and `layers` for those around it.
 
     Raises StorageConfigError for an unknown name or option (naming the nearest valid one), for a value that cannot
     work, and when the backend's own dependency is missing (naming the package).
@@ -38,7 +42,11 @@ def open_backend(name: str, options: Mapping[str, object]) -> StorageBackend:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         raise StorageConfigError(f"no storage backend is called {name!r}; {hint}")
-    return _opener(name)(options)
+    layers = LayerOptions.parse(options.get("layers", {}))
+    backend = _opener(name)({option: value for option, value in options.items() if option != "layers"})
+    if "layers" in options or backend.capabilities().remote:
+        return in_layers(backend, layers)
+    return backend
 
 
 def _opener(name: str) -> Opener:
@@ -48,7 +56,11 @@ def _opener(name: str) -> Opener:
         opener: Opener = point.load()
     except ImportError as error:
         raise StorageConfigError(
-            f"storage backend {name!r} needs the package {error.name!r}, which is not installed",
+            f"storage backend {name!r} needs the package {error.name!r}, which is not installed{_extra_of(name)}",
             entry_point=point.value,
         ) from error
     return opener
+
+
+def _extra_of(name: str) -> str:
+    return f"; pip install 'cachesvc[{name}]'" if name in EXTRAS else ""

@@ -128,7 +128,7 @@ class FaultLayer(PassingLayer):
 
     def __init__(self, inner: StorageBackend, plan: Plan, wait: Wait) -> None:
         super().__init__(inner)
-        self._plan = plan
+        self.plan = plan
         self._wait = wait
 
     def contains(self, ids: ObjectIds) -> Outcomes:
@@ -144,7 +144,7 @@ class FaultLayer(PassingLayer):
         return self._spoiled("delete", lambda which, _: self.inner.delete(which), ids, _no_segments())
 
     def _spoiled(self, operation: str, call: Operation, ids: ObjectIds, segments: Segments) -> Outcomes:
-        fault = self._plan(operation)
+        fault = self.plan(operation)
         return call(ids, segments) if fault is None else fault.apply(call, ids, segments, self._wait)
 
 

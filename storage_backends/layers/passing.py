@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,12 @@ class PassingLayer(StorageBackend):
 
     def usage(self) -> Usage:
         return self.inner.usage()
+
+    def is_serving(self) -> bool:
+        return self.inner.is_serving()
+
+    def tallies(self) -> Mapping[str, int]:
+        return self.inner.tallies()
 
     def close(self) -> None:
         self.inner.close()

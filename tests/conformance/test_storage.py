@@ -1,4 +1,4 @@
-"""The shipped conformance suite, on every backend of this package, bare and behind the checksum layer."""
+"""The shipped conformance suite on backends without a connection: bare, behind a checksum, behind all layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from storage_backends.base import Segments, StorageBackend
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
 from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.stack import LayerOptions, in_layers
 from storage_backends.memory.backend import MemoryBackend
 from storage_backends.memory.config import MemoryConfig
 from storage_backends.testing.conformance import StorageConformance
@@ -89,6 +90,27 @@ class TestVerifiedMemory(OnMemory, StorageConformance):
     @pytest.fixture
     def backend(self) -> Iterator[StorageBackend]:
         backend = ChecksumLayer(MemoryBackend(MemoryConfig(ROOM * self.object_bytes)), NAMESPACE)
+        yield backend
+        backend.close()
+
+
+class TestMemoryInLayers(OnMemory, StorageConformance):
+    @pytest.fixture
+    def backend(self) -> Iterator[StorageBackend]:
+        self.memory = MemoryBackend(MemoryConfig(ROOM * self.object_bytes))
+        backend = in_layers(self.memory, LayerOptions())
+        yield backend
+        backend.close()
+
+    def objects_of(self, backend: StorageBackend) -> MemoryBackend:
+        return self.memory
+
+
+class TestVerifiedMemoryInLayers(TestMemoryInLayers):
+    @pytest.fixture
+    def backend(self) -> Iterator[StorageBackend]:
+        self.memory = MemoryBackend(MemoryConfig(ROOM * self.object_bytes))
+        backend = ChecksumLayer(in_layers(self.memory, LayerOptions()), NAMESPACE)
         yield backend
         backend.close()
 
