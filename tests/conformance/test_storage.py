@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from storage_backends.base import Segments, StorageBackend
+from storage_backends.base import Capabilities, Segments, StorageBackend
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
+from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.passing import PassingLayer
 from storage_backends.layers.stack import LayerOptions, in_layers
 from storage_backends.memory.backend import MemoryBackend
 from storage_backends.memory.config import MemoryConfig
@@ -112,6 +115,29 @@ class TestVerifiedMemoryInLayers(TestMemoryInLayers):
         self.memory = MemoryBackend(MemoryConfig(ROOM * self.object_bytes))
         backend = ChecksumLayer(in_layers(self.memory, LayerOptions()), NAMESPACE)
         yield backend
+        backend.close()
+
+
+class Unbounded(PassingLayer):
+    """A medium without a limit of its own."""
+
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities(), evicts=False)
+
+
+class TestBoundedByLayer(OnMemory, StorageConformance):
+    def objects_of(self, backend: StorageBackend) -> MemoryBackend:
+        assert isinstance(backend, CapacityLayer) and isinstance(backend.inner, Unbounded)
+        return super().objects_of(backend.inner.inner)
+
+    @pytest.fixture
+    def backend(self) -> Iterator[StorageBackend]:
+        memory = MemoryBackend(MemoryConfig(2**30))
+        backend = CapacityLayer(Unbounded(memory), ROOM * self.object_bytes)
+        assert backend.wait_ready(30)
+        yield backend
+        backend._index.check()
+        assert memory.usage().used_bytes <= backend.usage().used_bytes
         backend.close()
 
 

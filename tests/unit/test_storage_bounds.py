@@ -1,0 +1,205 @@
+"""Layers that bound a medium: by room, and by age."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from storage_backends.base import Capabilities, ObjectIds, Outcome, ScanBatch, StorageBackend
+from storage_backends.errors import StorageTimeout, StorageUnavailable
+from storage_backends.layers.capacity import CapacityLayer
+from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.expiry import ExpiryLayer
+from storage_backends.layers.fault import Answer, FaultLayer, Raise, Script
+from storage_backends.layers.passing import PassingLayer
+from storage_backends.memory.backend import MemoryBackend
+from storage_backends.memory.config import MemoryConfig
+from storage_backends.testing.objects import Buffers, make_ids
+
+SIZE = 4096
+HANG_S = 30
+
+
+class Medium(PassingLayer):
+    """Memory without a limit, which knows when it was written and can be away while it is listed."""
+
+    def __init__(self) -> None:
+        self.memory = MemoryBackend(MemoryConfig(2**30))
+        super().__init__(self.memory)
+        self.modified_ns = 1
+        self.num_failing_scans = 0
+        self.may_scan = threading.Event()
+        self.may_scan.set()
+
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities(), evicts=False)
+
+    def scan(self) -> Iterator[ScanBatch]:
+        assert self.may_scan.wait(HANG_S)
+        for batch in self.inner.scan():
+            for at in range(len(batch.ids)):
+                one = slice(at, at + 1)
+                if self.num_failing_scans and at:
+                    self.num_failing_scans -= 1
+                    raise StorageUnavailable("away")
+                yield ScanBatch(batch.ids[one], batch.lengths[one], np.full(1, self.modified_ns + at, np.int64))
+
+
+@pytest.fixture
+def medium() -> Iterator[Medium]:
+    medium = Medium()
+    yield medium
+    medium.close()
+
+
+def bounded(inner: StorageBackend, num_objects: int) -> CapacityLayer:
+    layer = CapacityLayer(inner, num_objects * SIZE, retry_s=0.001)
+    assert layer.wait_ready(HANG_S)
+    return layer
+
+
+def put(backend: StorageBackend, count: int, seed: int) -> ObjectIds:
+    ids = make_ids(count, seed)
+    assert (backend.put_from(ids, Buffers.make(count, SIZE, seed).segments()) == Outcome.OK).all()
+    return ids
+
+
+class TestCapacity:
+    def test_what_was_there_before_counts_and_leaves_first(self, medium: Medium) -> None:
+        old = put(medium, 6, seed=1)
+        with closing(bounded(medium, 8)) as layer:
+            assert layer.usage().used_bytes == 6 * SIZE
+            new = put(layer, 4, seed=2)
+            assert medium.memory.usage().used_bytes == layer.usage().used_bytes == 8 * SIZE
+            assert (layer.contains(new) == Outcome.OK).all()
+            assert np.count_nonzero(layer.contains(old) == Outcome.OK) == 4
+
+    def test_a_start_over_the_limit_comes_down_to_it(self, medium: Medium) -> None:
+        put(medium, 12, seed=1)
+        with closing(bounded(medium, 8)):
+            assert medium.memory.usage().objects == 8
+
+    def test_until_it_has_been_counted_reads_pass_and_puts_wait(self, medium: Medium) -> None:
+        old = put(medium, 2, seed=1)
+        medium.may_scan.clear()
+        with closing(CapacityLayer(medium, 8 * SIZE)) as layer:
+            target = Buffers.make(2, SIZE)
+            assert (layer.get_into(old, target.segments()) == Outcome.OK).all()
+            refused = layer.put_from(make_ids(2, 2), target.segments())
+            assert (refused == Outcome.THROTTLED).all()
+            assert medium.memory.usage().objects == 2
+            medium.may_scan.set()
+            assert layer.wait_ready(HANG_S)
+            put(layer, 2, seed=2)
+
+    def test_a_listing_that_fails_is_begun_again_and_counts_once(self, medium: Medium) -> None:
+        put(medium, 4, seed=1)
+        medium.num_failing_scans = 3
+        with closing(bounded(medium, 8)) as layer:
+            assert medium.num_failing_scans == 0
+            assert layer.usage().used_bytes == 4 * SIZE
+
+    @pytest.mark.parametrize("fault", [Raise(StorageTimeout("late")), Answer(Outcome.TIMEOUT)])
+    def test_an_answer_that_was_lost_takes_room_until_it_is_a_miss(self, medium: Medium, fault: Raise | Answer) -> None:
+        script = Script()
+        with closing(bounded(FaultLayer(medium, script, lambda _: None), 8)) as layer:
+            ids, pages = make_ids(2, 1), Buffers.make(2, SIZE, 1)
+            script.add("put", fault)
+            if isinstance(fault, Raise):
+                with pytest.raises(StorageTimeout):
+                    layer.put_from(ids, pages.segments())
+            else:
+                assert (layer.put_from(ids, pages.segments()) == Outcome.TIMEOUT).all()
+            assert layer.usage().used_bytes == 2 * SIZE
+            assert (layer.get_into(ids, pages.segments()) == Outcome.MISS).all()
+            assert layer.usage().used_bytes == 0
+
+    def test_a_victim_that_cannot_be_deleted_stays_counted_and_the_put_is_refused(self, medium: Medium) -> None:
+        script = Script()
+        with closing(bounded(FaultLayer(medium, script, lambda _: None), 4)) as layer:
+            put(layer, 4, seed=1)
+            script.add("delete", Answer(Outcome.UNAVAILABLE))
+            refused = layer.put_from(make_ids(2, 2), Buffers.make(2, SIZE, 2).segments())
+            assert (refused == Outcome.NO_SPACE).all()
+            assert medium.memory.usage().used_bytes == layer.usage().used_bytes == 4 * SIZE
+            put(layer, 2, seed=2)
+            assert medium.memory.usage().used_bytes == layer.usage().used_bytes == 4 * SIZE
+
+    def test_never_over_the_limit_while_many_write(self, medium: Medium) -> None:
+        most = 0
+
+        class Watched(PassingLayer):
+            def put_from(self, *args: object) -> np.ndarray:  # type: ignore[override]
+                nonlocal most
+                result = self.inner.put_from(*args)  # type: ignore[arg-type]
+                most = max(most, medium.memory.usage().used_bytes)
+                return result
+
+        with closing(bounded(Watched(medium), 16)) as layer:
+
+            def write(seed: int) -> None:
+                for round_ in range(30):
+                    layer.put_from(make_ids(5, seed * 100 + round_), Buffers.make(5, SIZE, seed).segments())
+
+            threads = [threading.Thread(target=write, args=(seed,)) for seed in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            layer._index.check()
+            assert 8 * SIZE <= most <= 16 * SIZE
+            assert medium.memory.usage().used_bytes == layer.usage().used_bytes
+
+    def test_it_says_what_is_there_without_asking(self, medium: Medium) -> None:
+        class Away(PassingLayer):
+            def known(self, ids: ObjectIds) -> np.ndarray:
+                return np.zeros(len(ids), np.bool_)
+
+        old = put(medium, 2, seed=1)
+        with closing(bounded(Away(medium), 8)) as layer:
+            assert layer.known(np.concatenate([old, make_ids(1, 9)])).tolist() == [True, True, False]
+
+    def test_where_it_makes_no_sense(self, medium: Medium) -> None:
+        with pytest.raises(ValueError, match="memory backend has a capacity of its own"):
+            CapacityLayer(medium.memory, 2**20)
+        with pytest.raises(ValueError, match="below the checksum layer"):
+            CapacityLayer(ChecksumLayer(medium, bytes(32)), 2**20)
+
+    def test_closing_ends_a_listing_that_waits_for_its_next_try(self, medium: Medium) -> None:
+        put(medium, 2, seed=1)
+        medium.num_failing_scans = 1
+        layer = CapacityLayer(medium, 8 * SIZE, retry_s=3600)
+        layer.close()
+        assert not layer._thread.is_alive()
+
+
+class TestExpiry:
+    def test_what_is_too_old_is_removed(self, medium: Medium) -> None:
+        ids = put(medium, 4, seed=1)
+        medium.modified_ns = 1000  # 1000, 1001, 1002, 1003
+        with closing(ExpiryLayer(medium, 1e-9 * 100, now_ns=lambda: 1102)) as layer:
+            assert layer.sweep() == layer.num_expired == 2
+            assert np.count_nonzero(layer.contains(ids) == Outcome.OK) == 2
+
+    def test_what_has_no_age_stays(self, medium: Medium) -> None:
+        put(medium, 1, seed=1)
+        medium.modified_ns = 0
+        with closing(ExpiryLayer(medium, 1e-9, now_ns=lambda: 10**18)) as layer:
+            assert layer.sweep() == 0
+
+    def test_a_limit_above_it_learns_of_it(self, medium: Medium) -> None:
+        medium.modified_ns = 1000
+        bounded_medium = bounded(medium, 8)
+        with closing(ExpiryLayer(bounded_medium, 1e-9, now_ns=lambda: 10**9)) as layer:
+            put(layer, 3, seed=1)
+            assert layer.sweep() == 3
+            assert layer.usage().used_bytes == 0
+
+    def test_a_time_to_live_is_positive(self, medium: Medium) -> None:
+        with pytest.raises(ValueError, match="ttl_s is 0"):
+            ExpiryLayer(medium, 0)
