@@ -133,6 +133,21 @@ class PageDrop(StrEnum):
     LOAD_FAILED = "load_failed"  # its host copy could not be loaded and is no longer trusted
 
 
+class KeptFrame(StrEnum):
+    """What became of a frame of a region that had pages before its engine started."""
+
+    TAKEN_OVER = "taken_over"  # the next request that asks for its page has it
+    DUPLICATE = "duplicate"  # another frame holds the same page; free
+    UNFINISHED = "unfinished"  # its writer did not get to the end; free
+
+
+class ClientFault(StrEnum):
+    """What an engine met in its session with the node that should not happen. The engine goes on without."""
+
+    SESSION_CLOSED = "session_closed"  # a call after the session had ended
+    STRAY_EVENT = "stray_event"  # an event of an op, or of a page, that nobody waits for
+
+
 class PrefetchEnd(StrEnum):
     """How the prefetch of one request ended, in an engine's cache. The first group never held a frame."""
 

@@ -68,6 +68,7 @@ class Attachment:
     namespace: bytes
     enabled: bool = True
     warning: str = ""
+    has_pages: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ DESIGN. A node that has become host-resident is stored when its turn comes:
 Locked nodes take at most half of the frames, so that a slow medium never keeps the host from serving as a cache;
 waiting nodes are not locked and may be evicted. The tree names the nodes of a path that storage lacks when a turn
 comes, so that a prefix is always handed over before its suffix, however its nodes were split while they waited.
+
+Whether there is any storage is the node's to say, each time: a node may appear, go, or be another one later.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from storage_backends.outcome import Outcome
 MAX_WAITING = 4096
 """Nodes that may wait; past that the oldest is dropped."""
 NEVER_TRIED = 2**31 - 1
-RETRY_LATER = frozenset({Decline.TOO_MANY_OPS, Decline.QUEUE_FULL})
+RETRY_LATER = frozenset({Decline.TOO_MANY_OPS, Decline.QUEUE_FULL, Decline.OUTPUT_FULL, Decline.NODE_SILENT})
+"""Reasons that pass by themselves: tried again when an op ends that is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Backup:
         self._room = max(1, num_frames // 2)  # frames that may still be locked
         self._waiting: deque[_Waiting] = deque()
         self._storing: dict[int, _Storing] = {}  # by the client's op
+        self.has_storage = True  # as far as is known: the node's last answer
 
     @property
     def num_waiting(self) -> int:
@@ -78,7 +82,14 @@ class Backup:
         self.start_waiting()
 
     def start_waiting(self) -> None:
-        """Hand over as many waiting nodes as there is room for, as one op."""
+        """Hand over as many waiting nodes as there is room for, as one op; again where the node declines it."""
+        while self._waiting and self._room:
+            chosen = self._choose()
+            if chosen and self._begin(np.array(chosen, np.int64)):
+                return
+
+    def _choose(self) -> list[NodeId]:
+        """The next waiting nodes, with what storage lacks above them, as far as there is room."""
         chosen: dict[NodeId, int] = {}  # and its pages
         room = self._room
         while self._waiting and room:
@@ -90,8 +101,7 @@ class Backup:
             if len(rest):
                 self._waiting.appendleft(_Waiting(waiting.node, sum(missing.values())))
                 break
-        if chosen:
-            self._begin(np.array(list(chosen), np.int64))
+        return list(chosen)
 
     def _missing(self, waiting: _Waiting, chosen: Container[NodeId]) -> dict[NodeId, int]:
         """Nodes of its path that storage lacks, root first, and their pages; those of `chosen` are taken care of."""
@@ -126,7 +136,8 @@ class Backup:
         """The cache is cleared."""
         self._waiting.clear()
 
-    def _begin(self, nodes: I64) -> None:
+    def _begin(self, nodes: I64) -> bool:
+        """Hand `nodes` over. True: nothing more need be tried now."""
         op = self._tree.begin_backup(nodes)
         self._room -= len(op.frames)
         answer = self._client.backup(op.keys, op.frames, op.depths)
@@ -134,12 +145,19 @@ class Backup:
         match answer:
             case Declined(reason):
                 self._finish(op, none_stored)
+                self.has_storage = reason is not Decline.NO_TIER
                 if reason in RETRY_LATER and self._storing:
                     self._waiting.extendleft(map(_Waiting, reversed(nodes.tolist())))
-                else:
+                    return True
+                if self.has_storage:
                     self._counts.dropped_pages.inc(len(op.frames), PageDrop.BACKUP_DECLINED)
+                else:  # nothing is further down that the others could go to
+                    self._waiting.clear()
+                return False
             case client_op:
+                self.has_storage = True
                 self._storing[client_op] = _Storing(op, none_stored)
+                return True
 
     def _finish(self, op: BackupOp, stored: Bools) -> None:
         self._tree.finish_backup(op.id, stored)
@@ -150,10 +168,3 @@ class Backup:
             self._counts.dropped_pages.inc(self._tree.info(node).num_pages, reason)
         except StaleNode:  # evicted while it waited, and counted there
             return
-
-
-class NoBackup(Backup):
-    """No storage tier takes writes: what is on host stays there until it is evicted."""
-
-    def offer(self, nodes: I64) -> None:
-        """Nothing to do."""

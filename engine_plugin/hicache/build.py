@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GIB = 2**30
 
-GROUP = "engine"
-"""The name under which an engine attaches to the node it has for itself."""
-
 
 def build_cache(config: CacheConfig, pool: KVPool, identity: Identity, clock: Clock) -> PrefixCache:
     """The cache that `config` describes over `pool`, whose pages `identity` names. Its `shutdown` ends all it started.
@@ -72,7 +69,7 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
         raise
     client = InProcessClient(node)
     try:
-        attachment = client.attach(AttachRequest(identity, GROUP, config.num_host_frames, identity.page_bytes()))
+        attachment = client.attach(AttachRequest(identity, config.group, config.num_host_frames, identity.page_bytes()))
         if not attachment.enabled:
             log.warning("only the device caches: %s", attachment.warning)
             node.close()
@@ -94,8 +91,8 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
         client,
         config.num_host_frames,
         transfer,
-        has_storage=bool(tiers),
         close=close,
+        kept=attachment.region.records() if attachment.has_pages else None,
         description=_description(config, attachment.region.stride_bytes, tiers),
     )
     return HybridCacheController(tree, pool.num_pages, config, lower, clock)

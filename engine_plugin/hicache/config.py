@@ -34,7 +34,8 @@ class PrefetchPolicy(StrEnum):
 class CacheConfig:
     """A cache over one device pool. `page_size` in tokens, `num_host_frames` in pages (hierarchical only).
 
-    `storage_backend` is a registry name or None, `storage_config` its options as the backend knows them.
+    `storage_backend` is a registry name or None, `storage_config` its options as the backend knows them. `group` names
+    the engine to its node.
     Raises ValueError for a combination that means nothing.
     """
 
@@ -50,6 +51,7 @@ class CacheConfig:
     prefetch_timeout_cap_s: float = 10.0
     storage_backend: str | None = None
     storage_config: dict[str, object] = field(default_factory=dict)
+    group: str = "engine"
 
     def __post_init__(self) -> None:
         if self.page_size < 1:

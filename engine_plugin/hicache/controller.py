@@ -17,14 +17,16 @@ import select
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from cachekernels.region import Records
 from cachekernels.slots import FREE, QUARANTINED
 from cachekernels.tree import RadixTree
-from cachekernels.tree_types import DEVICE, HOST, I32, I64, U32
+from cachekernels.tree_types import DEVICE, HOST, I32, I64, U32, Match
 
 from cachesvc.client.base import CacheClient
 from cachesvc.clock import Clock
 from cachesvc.node.events import Event, LookupDone, OpEnded, PagesRead, PagesStored
-from engine_plugin.hicache.backup import Backup, NoBackup
+from engine_plugin.hicache.backup import Backup
 from engine_plugin.hicache.base import CacheHandle, LayerGate, LoadFailed
 from engine_plugin.hicache.config import CacheConfig
 from engine_plugin.hicache.drain import Drain
@@ -35,6 +37,7 @@ from engine_plugin.hicache.prefetch import Prefetcher
 from engine_plugin.hicache.radix_cache import OPEN_GATE, Prefix, RadixCache
 from engine_plugin.hicache.reads import Reads
 from engine_plugin.hicache.request import Request
+from engine_plugin.hicache.steady import SteadyClient
 from engine_plugin.hicache.write import Writer
 from engine_plugin.memory.transfer import Completions, Transfer, TransferThread, WorkerFactory
 
@@ -48,15 +51,15 @@ WORKER_END_S = 10.0
 class LowerTiers:
     """What a controller is attached to: a session of `client` with `num_frames` frames, and the copies to them.
 
-    `has_storage`: some tier takes backups. `description`: a line for a person per tier. `close` ends what was started
-    for this controller alone: session and node.
+    `kept`: the region's directory, where it has pages from before. `description`: a line for a person per tier. `close`
+    ends what was started for this controller alone: session and node.
     """
 
     client: CacheClient
     num_frames: int
     transfer: Transfer
-    has_storage: bool
     close: Callable[[], None]
+    kept: Records | None = None
     description: Sequence[str] = ()
 
 
@@ -76,7 +79,7 @@ class HybridCacheController(RadixCache):
     ) -> None:
         super().__init__(tree, num_pages, config.page_size)
         self._lower = lower
-        self._client = lower.client
+        self._client = SteadyClient(lower.client, self._counts)
         self._clock = clock
         self._load_back_threshold_tokens = config.load_back_threshold_tokens
         self._rate = RecomputeRate()
@@ -89,8 +92,9 @@ class HybridCacheController(RadixCache):
         self._is_shut_down = False
         counts, transfer = self._counts, lower.transfer
         self._frames = HostFrames(lower.num_frames, tree, counts)
-        backup = Backup if lower.has_storage else NoBackup
-        self._backup = backup(tree, self._client, lower.num_frames, counts)
+        if lower.kept is not None:
+            self._frames.take_over(lower.kept)
+        self._backup = Backup(tree, self._client, lower.num_frames, counts)
         self._writer = Writer(tree, self._frames, transfer, self._store_worker, counts, self._written)
         self._loads = LoadBack(tree, self._pages, self._frames, transfer, self._load_worker, counts, load_patience_s)
         threshold_tokens = config.prefetch_threshold_tokens
@@ -113,6 +117,7 @@ class HybridCacheController(RadixCache):
             clock.now,
             page_size=config.page_size,
             threshold_tokens=threshold_tokens,
+            on_adopted=self._adopted,
         )
 
     # ---- the life of a request
@@ -177,7 +182,8 @@ class HybridCacheController(RadixCache):
         changed = bool(jobs)
         if self._loads.num_pending:
             changed |= self._loads.settle(self._requests.values())
-        if self._reads.has_ops or self._backup.num_storing:
+        # NOTE: news of the connection itself makes the fd readable too, and has to be taken in with no op under way
+        if self._client.has_ops or self._events.poll(0):
             for event in self._client.poll():
                 self._dispatch(event)
                 changed = True
@@ -192,8 +198,8 @@ class HybridCacheController(RadixCache):
             case LookupDone():
                 self._reads.on_lookup(event)
             case OpEnded(op):
-                known = self._reads.on_ended(op) or self._backup.on_ended(op)
-                assert known, f"the node ended op {op}, which nobody began"
+                if not self._reads.on_ended(op):
+                    self._backup.on_ended(op)
 
     def fileno(self) -> int | None:
         """An epoll fd over ended copies and the node's events."""
@@ -220,12 +226,19 @@ class HybridCacheController(RadixCache):
         self._prefetch.settle(request)
         handle = request.handle
         match = self._tree.match(handle.prompt[: handle.max_cached_tokens], handle.scope)
+        if match.adopted_pages:
+            self._adopted(match)
         self._tree.lock(match.device_node, DEVICE)
         num_host_pages = len(match.host_frames)
         if num_host_pages * self._page_size < self._load_back_threshold_tokens:
             return Prefix(match.device_pages, match.device_node, 0, match.device_node, match.loads)
         self._tree.lock(match.node, HOST)
         return Prefix(match.device_pages, match.device_node, num_host_pages, match.node, match.loads)
+
+    def _adopted(self, match: Match) -> None:
+        """Orphans have become nodes. Whether storage has them is not known: it says so when it is offered them."""
+        self._counts.adopted_pages.inc(match.adopted_pages)
+        self._backup.offer(np.array([match.node], np.int64))
 
     def _unlock_prefix(self, prefix: Prefix) -> None:
         self._tree.unlock(prefix.device_node, DEVICE)
@@ -303,6 +316,7 @@ class HybridCacheController(RadixCache):
             "host_frames_free": frames.num_free(),
             "host_frames_lent": frames.num_lent(),
             "host_frames_quarantined": frames.num_quarantined(),
+            "host_frames_orphaned": self._tree.stats().orphans,
         }
 
     def describe(self) -> list[str]:
@@ -334,9 +348,10 @@ class HybridCacheController(RadixCache):
         self._is_shut_down = True
         super().shutdown(drain_s)
         lost = 0
-        if self._lower.has_storage:
+        if self._backup.has_storage:
             drain = Drain(self, self._tree, self._pages, self._frames, self._writer, self._backup, self._client)
-            lost = drain.run(drain_s)
+            num_unstored = drain.run(drain_s)
+            lost = num_unstored if self._backup.has_storage else 0  # the drain may have been the first to ask
         ended = [worker.close(WORKER_END_S) for worker in (self._store_worker, self._load_worker)]
         if all(ended):
             self._lower.transfer.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cachesvc.metrics import Registry
-from cachesvc.outcomes import PageDrop, PrefetchEnd
+from cachesvc.outcomes import ClientFault, Decline, KeptFrame, PageDrop, PrefetchEnd, Verb
 from engine_plugin.hicache.base import CloseReason
 
 TO_HOST, TO_DEVICE = "device_to_host", "host_to_device"
@@ -44,6 +44,19 @@ class CacheCounts:
         self.stored_pages = counter("hicache_stored_pages_total", "Pages that reached storage")
         self.prefetches = counter(
             "hicache_prefetches_total", "Prefetches of requests, by how they ended", end=_names(list(PrefetchEnd))
+        )
+        self.kept_frames = counter(
+            "hicache_kept_frames_total", "Frames of a region from before this engine", what=_names(list(KeptFrame))
+        )
+        self.adopted_pages = counter("hicache_adopted_pages_total", "Of these, pages that a request has asked for")
+        self.declined = counter(
+            "hicache_declined_total",
+            "Calls the node did not accept",
+            verb=_names(list(Verb)),
+            reason=_names(list(Decline)),
+        )
+        self.client_faults = counter(
+            "hicache_client_faults_total", "What went wrong with the node's session", fault=_names(list(ClientFault))
         )
         self.prefetched_pages = counter("hicache_prefetched_pages_total", "Pages storage brought into the tree")
 

@@ -12,6 +12,9 @@ DESIGN. Every frame is in one state, and changes it in one place:
      │                                         │
      └──release────────────────────────────────┘
 
+A region that was kept for this engine (or offered by an engine before it) has pages from before: `take_over` makes
+those that can be read USED, as orphans of the tree.
+
 A frame whose page was acked well goes LENT to USED (`keep`) and from there into the tree. The content of a free frame
 stays what it was, and readable by others, until the next writer begins.
 """
@@ -19,11 +22,12 @@ stays what it was, and readable by others, until the next writer begins.
 from __future__ import annotations
 
 import numpy as np
+from cachekernels.region import Records
 from cachekernels.slots import FREE, LENT, QUARANTINED, USED, SlotStates
 from cachekernels.tree import RadixTree
 from cachekernels.tree_types import I32, I64
 
-from cachesvc.outcomes import PageDrop
+from cachesvc.outcomes import KeptFrame, PageDrop
 from engine_plugin.hicache.base import no_pages
 from engine_plugin.hicache.counts import CacheCounts
 
@@ -36,6 +40,23 @@ class HostFrames:
         self._tree = tree
         self._counts = counts
         self.num_frames = num_frames
+
+    def take_over(self, records: Records) -> None:
+        """The region's directory as its last manager left it: what can be read becomes orphans of the tree.
+
+        Call it before anything is granted. A frame that was never written, or that its writer did not finish (odd),
+        stays free; so does all but one of those with the same key.
+        """
+        is_odd = (records.generations & np.uint64(1)).astype(np.bool_)
+        readable = np.flatnonzero((records.generations != 0) & ~is_odd).astype(np.int32)
+        if len(readable):
+            self._slots.move(readable, FREE, USED)
+        keys, depths, last_use = records.keys[readable], records.depths[readable], records.last_use[readable]
+        twice = self._tree.add_orphans(keys, readable, depths, last_use)
+        self._release(twice, USED)
+        self._counts.kept_frames.inc(len(readable) - len(twice), KeptFrame.TAKEN_OVER)
+        self._counts.kept_frames.inc(len(twice), KeptFrame.DUPLICATE)
+        self._counts.kept_frames.inc(int(np.count_nonzero(is_odd)), KeptFrame.UNFINISHED)
 
     def available(self) -> int:
         """How many frames `take` could grant now."""

@@ -10,6 +10,9 @@ DESIGN. A `Fetch` is one request's interest in a `Read` (reads.py), its own or o
 
 `ready` is False only while a request waits. A request that was declined for want of frames is ready, and asks again a
 few times while it still stands in the queue; that never makes it wait.
+
+Whatever the policy, nobody waits for a node from which nothing has come for `SILENCE_S`: it may be stopped, or gone
+with nobody to say so.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachekernels.tree import RadixTree
-from cachekernels.tree_types import HOST, NodeId
+from cachekernels.tree_types import HOST, Match, NodeId
 
 from cachesvc.outcomes import PrefetchEnd
 from engine_plugin.hicache.counts import CacheCounts
@@ -30,18 +33,23 @@ from engine_plugin.memory.transfer import num_leading
 MAX_TRIES = 8
 """How often one request asks at most."""
 POLLS_BETWEEN_TRIES = 8
+SILENCE_S = 30.0
+"""How long a read may bring nothing before those who wait for all of it go on without."""
 TRY_AGAIN = frozenset({PrefetchEnd.NO_FRAMES, PrefetchEnd.DECLINED, PrefetchEnd.ANCHOR_NOT_ON_HOST})
 
 
 @dataclass(eq=False)
 class Fetch:
-    """One request's interest. `read` while it waits; of its pages, the first `wanted_pages` are the request's.
+    """One request's interest. `read` while it waits; of its pages, the first `wanted_pages` are the request's. It has
+    brought nothing since `quiet_since_s`, after `num_answers`.
 
     Storage has brought pages [brought_begin, brought_end) of its prompt; `held` is the node that keeps them on host.
     """
 
     patience: Patience
     read: Read | None = None
+    num_answers: int = 0
+    quiet_since_s: float | None = None
     wanted_pages: int = 0
     is_shared: bool = False
     may_block: bool = True
@@ -50,6 +58,20 @@ class Fetch:
     brought_begin: int = 0
     brought_end: int = 0
     held: NodeId | None = None
+
+    def is_silent(self, now_s: float) -> bool:
+        """Asked at each blocked poll: the read has brought nothing for too long."""
+        assert self.read is not None, "only a waiting fetch is asked"
+        if self.quiet_since_s is None or self.num_answers != self.read.num_answers:
+            self.quiet_since_s, self.num_answers = now_s, self.read.num_answers
+        return now_s - self.quiet_since_s >= SILENCE_S
+
+    def deadline_s(self) -> float | None:
+        """When its wait ends if nothing comes; None before the first blocked poll."""
+        if self.quiet_since_s is None:
+            return None
+        silence_s, patience_s = self.quiet_since_s + SILENCE_S, self.patience.deadline_s
+        return silence_s if patience_s is None else min(silence_s, patience_s)
 
 
 class Prefetcher:
@@ -66,6 +88,7 @@ class Prefetcher:
         *,
         page_size: int,
         threshold_tokens: int,
+        on_adopted: Callable[[Match], None],
     ) -> None:
         self._tree = tree
         self._reads = reads
@@ -75,6 +98,7 @@ class Prefetcher:
         self._clock = clock
         self._page_size = page_size
         self._threshold_tokens = threshold_tokens
+        self._on_adopted = on_adopted
         self._num_polls = 0
         self._fetches: dict[Request, Fetch] = {}
 
@@ -139,7 +163,7 @@ class Prefetcher:
 
     def next_deadline_s(self) -> float | None:
         """When the first patience runs out."""
-        waiting = [fetch.patience.deadline_s for fetch in self._fetches.values() if fetch.read is not None]
+        waiting = [fetch.deadline_s() for fetch in self._fetches.values() if fetch.read is not None]
         return min((deadline for deadline in waiting if deadline is not None), default=None)
 
     def num_held(self) -> int:
@@ -155,6 +179,8 @@ class Prefetcher:
         handle, size = request.handle, self._page_size
         num_pages = handle.max_cached_tokens // size
         match = self._tree.match(handle.prompt[: num_pages * size], handle.scope)
+        if match.adopted_pages:
+            self._on_adopted(match)
         missing = num_pages - match.num_pages
         if missing * size < self._threshold_tokens:
             self._counts.prefetches.inc(1, PrefetchEnd.BELOW_THRESHOLD)
@@ -179,8 +205,10 @@ class Prefetcher:
         return read is not None and (read.stage is Stage.OVER or read.good >= fetch.wanted_pages)
 
     def _has_waited_enough(self, fetch: Fetch) -> bool:
-        num_tokens = fetch.wanted_pages * self._page_size
-        return fetch.patience.has_run_out(self._clock(), num_tokens, self._rate.seconds_for(num_tokens))
+        num_tokens, now_s = fetch.wanted_pages * self._page_size, self._clock()
+        return fetch.is_silent(now_s) or fetch.patience.has_run_out(
+            now_s, num_tokens, self._rate.seconds_for(num_tokens)
+        )
 
     def _done(self, request: Request, fetch: Fetch) -> None:
         """Nothing more will come from this read: see whether to ask again."""

@@ -73,6 +73,7 @@ class Read:
     stage: Stage = Stage.ASKING
     end: PrefetchEnd | None = None
     num_users: int = 0
+    num_answers: int = 0
     op: int | None = None
     num_hit_pages: int = 0
     frames: I32 = field(default_factory=no_pages)
@@ -126,11 +127,6 @@ class Reads:
     def num_reads(self) -> int:
         """Reads that hold a lock on their anchor, or frames."""
         return len(self._holding.union(self._by_op.values()))
-
-    @property
-    def has_ops(self) -> bool:
-        """The node has something to tell."""
-        return bool(self._by_op)
 
     def find(self, keys: Keys) -> Read | None:
         """A read in progress that begins with the same page."""
@@ -211,12 +207,14 @@ class Reads:
     def on_lookup(self, event: LookupDone) -> None:
         """The number of pages storage has is known."""
         read = self._by_op[event.op]
+        read.num_answers += 1
         if read.stage is Stage.ASKING:
             self._found(read, event.num_pages)
 
     def on_read(self, event: PagesRead) -> None:
         """Pages were answered; their frames are ours again. In order, unless the op was given up."""
         read = self._by_op[event.op]
+        read.num_answers += 1
         span = slice(event.first_page, event.first_page + len(event.outcomes))
         read.outcomes[span] = event.outcomes
         frames, is_good = read.frames[span], event.outcomes == Outcome.OK

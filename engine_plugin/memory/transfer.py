@@ -22,6 +22,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -76,15 +77,27 @@ class Transfer(ABC):
 
 
 class RegionTransfer(Transfer):
-    """CPU memory on both sides: native gather and scatter. `pool_owner` keeps the memory behind `pool` alive."""
+    """CPU memory on both sides: native gather and scatter. `pool_owner` keeps the memory behind `pool` alive.
 
-    def __init__(self, pool: PoolLayout, pool_owner: object, region: Region) -> None:
+    A frame's record says when it was last written or read, in seconds of `wall_s`: the one clock that goes on across a
+    restart, after which it decides what is kept longest.
+    """
+
+    def __init__(
+        self,
+        pool: PoolLayout,
+        pool_owner: object,
+        region: Region,
+        *,
+        wall_s: Callable[[], float] = time.time,
+    ) -> None:
         page_bytes = pool.num_layers * 2 * pool.page_size * pool.row_bytes
         if page_bytes != region.frame_bytes:
             raise ValueError(f"a page of the pool takes {page_bytes} bytes, a frame of the region {region.frame_bytes}")
         self._pool = pool
         self._pool_owner = pool_owner
         self._region = region
+        self._wall_s = wall_s
         # A copy that still runs when the region is closed must not lose its memory.
         self._mapping: NDArray[np.uint8] | None = region.data()
 
@@ -104,12 +117,13 @@ class RegionTransfer(Transfer):
         region.begin_write(frames)
         address, stride_bytes = region.data_address, region.stride_bytes
         pool_to_frames(self._pool, pages, address, stride_bytes, frames, num_frames=region.num_frames)
-        region.write_records(frames, keys, depths)
+        region.write_records(frames, keys, depths, last_use=int(self._wall_s()))
         region.commit(frames)
         return np.ones(len(frames), np.bool_)
 
     def snapshot(self, frames: I32, keys: Keys) -> U64:
-        """R1, with the key."""
+        """R1, with the key; the frames count as used now."""
+        self._region.touch(frames, int(self._wall_s()))
         return self._region.snapshot(frames, keys)
 
     def load_layer(self, pages: I32, frames: I32, generations: U64, layer: int) -> int:

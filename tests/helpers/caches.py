@@ -19,7 +19,7 @@ import numpy as np
 from cachekernels.paged_copy import PoolLayout
 from cachekernels.tree import RadixTree
 
-from cachesvc.client.base import AttachRequest
+from cachesvc.client.base import AttachRequest, CacheClient
 from cachesvc.client.inprocess import InProcessClient
 from cachesvc.clock import ManualClock, SystemClock
 from cachesvc.identity import Identity
@@ -178,6 +178,7 @@ class Rig:
         manual_transfers: bool = False,
         manual_node: bool = True,
         identity: Identity = IDENTITY,
+        client: CacheClient | None = None,
         **changes: object,
     ) -> None:
         self.config = replace(config, page_size=identity.page_size, **changes)
@@ -189,11 +190,14 @@ class Rig:
         clock = self.clock if manual_node else SystemClock()
         self.node = node or Node(tiers, clock=clock, options=options, manual=manual_node)
         self.owns_node = node is None
-        self.client = InProcessClient(self.node)
+        self.client = client or InProcessClient(self.node)
         request = AttachRequest(identity, group, self.config.num_host_frames, identity.page_bytes())
-        self.region = self.client.attach(request).region
+        attachment = self.client.attach(request)
+        self.region = attachment.region
         self.pool = ArrayPool(device_pages, identity)
-        self.transfer = WrappedTransfer(RegionTransfer(self.pool.layout(), self.pool, self.region), self.pool)
+        self.wall_s = 1
+        copies = RegionTransfer(self.pool.layout(), self.pool, self.region, wall_s=lambda: self.wall_s)
+        self.transfer = WrappedTransfer(copies, self.pool)
         rule = WRITE_RULES[self.config.write_policy]
         self.tree = RadixTree(
             identity.page_size,
@@ -205,8 +209,8 @@ class Rig:
             self.client,
             self.config.num_host_frames,
             self.transfer,
-            backend is not None or node is not None,
             self._close,
+            kept=self.region.records() if attachment.has_pages else None,
         )
         self.workers: list[ManualWorker] = []  # the one that stores, the one that loads
         self.cache = HybridCacheController(
@@ -260,6 +264,14 @@ class Rig:
             if self.cache.idle():
                 return
             self.wait_event()
+
+    def settle_host(self) -> None:
+        """Until no copy between device and host is in flight, whatever the node does."""
+        while self.cache.poll() or self.cache._writer.num_pending or self.cache._loads.num_pending:
+            for worker in self.workers:
+                worker.run_one()
+            if self.cache._writer.num_pending or self.cache._loads.num_pending:
+                self.wait_event()
 
     # ---- a request
 

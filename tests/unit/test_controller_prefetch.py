@@ -15,7 +15,7 @@ from cachekernels.tree import DEVICE, HOST
 from cachesvc.node.parts import NodeOptions
 from engine_plugin.hicache.base import CacheHandle, CloseReason
 from engine_plugin.hicache.config import PrefetchPolicy, WritePolicy
-from engine_plugin.hicache.prefetch import MAX_TRIES, POLLS_BETWEEN_TRIES
+from engine_plugin.hicache.prefetch import MAX_TRIES, POLLS_BETWEEN_TRIES, SILENCE_S
 from storage_backends.base import Outcome, StorageBackend, outcomes
 from storage_backends.memory.backend import open_backend
 from tests.helpers.caches import CONFIG, PAGE, Rig, prompt
@@ -246,11 +246,25 @@ def test_wait_complete_waits_for_the_end(backend: ScriptedBackend) -> None:
             steps(rig, 1)
             rig.clock.advance(1_000.0)
             assert not rig.cache.ready(handle)
-        assert rig.cache.next_deadline_s() is None
+        assert rig.cache.next_deadline_s() == rig.clock.now() + SILENCE_S
         steps(rig, 1)
         assert rig.cache.ready(handle)
         assert admit(rig, handle).cached.storage == 12 * PAGE
         finish(rig, handle)
+
+
+@pytest.mark.parametrize("has_to_ask", [False, True], ids=["read", "lookup"])
+def test_nobody_waits_for_a_node_that_brings_nothing(backend: ScriptedBackend, has_to_ask: bool) -> None:
+    with new_rig(must_probe(backend) if has_to_ask else backend) as rig:
+        handle = rig.open(TOKENS)
+        assert not rig.cache.ready(handle)
+        rig.clock.advance(SILENCE_S - 1.0)
+        assert not rig.cache.ready(handle)
+        rig.clock.advance(1.0)
+        assert rig.cache.ready(handle)
+        assert admit(rig, handle).cached.total == 0
+        finish(rig, handle)  # the node was alive after all: its frames come back
+        assert rig.count("host_frames_quarantined") == 0
 
 
 def test_timeout_waits_from_the_first_blocked_poll_and_no_longer_than_its_formula(backend: ScriptedBackend) -> None:
