@@ -85,6 +85,17 @@ class Unsaved(StrEnum):
     QUEUE_FULL = "queue_full"  # put into node-managed memory while too many others waited to be stored
 
 
+class Unpromoted(StrEnum):
+    """Why a page read from one tier was not written to a faster one."""
+
+    QUEUE_FULL = "queue_full"  # too many wait
+    EXISTS = "exists"  # it was there already
+    CHANGED = "changed"  # the engine used the frame for something else first
+    TIER = "tier"  # the tier did not take it; it counts why
+    SESSION_ENDED = "session_ended"
+    FAILED = "failed"  # the node's own code raised
+
+
 class Verb(StrEnum):
     """What an op does."""
 

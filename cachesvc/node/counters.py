@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cachesvc.metrics import Counter, Registry
-from cachesvc.outcomes import AttachResult, Decline, Direction, OpEnd, PageSource, TierError, Unsaved, Verb
+from cachesvc.outcomes import AttachResult, Decline, Direction, OpEnd, PageSource, TierError, Unpromoted, Unsaved, Verb
 from storage_backends.base import Outcome, Outcomes
 
 OUTCOMES = [outcome.name.lower() for outcome in Outcome]
@@ -43,6 +43,14 @@ class NodeCounters:
         self.stored_pages = counter("cachesvc_stored_pages_total", "Pages of backup ops, by outcome", outcome=OUTCOMES)
         self.unsaved_pages = counter(
             "cachesvc_unsaved_pages_total", "Accepted pages that were not stored", reason=names(list(Unsaved))
+        )
+        self.promoted_pages = counter(
+            "cachesvc_promoted_pages_total", "Pages read from a tier further down that a faster tier took"
+        )
+        self.unpromoted_pages = counter(
+            "cachesvc_unpromoted_pages_total",
+            "Pages read from a tier further down that no faster tier took",
+            reason=names(list(Unpromoted)),
         )
         self.store_retries = counter("cachesvc_store_retries_total", "Slices stored again after a transient outcome")
         self.published = counter("cachesvc_published_pages_total", "Pages that entered the index")

@@ -24,6 +24,7 @@ from cachesvc.node.flights import Flights
 from cachesvc.node.lookup import ProbeOp, num_known
 from cachesvc.node.parts import NodeOptions, Parts
 from cachesvc.node.prefetch import PrefetchOp
+from cachesvc.node.promotion import Promotions
 from cachesvc.node.regions import SharedPages
 from cachesvc.node.sessions import Session
 from cachesvc.node.tiers import Tier, TierChain
@@ -79,6 +80,7 @@ class Node:
             writes=Flights(),
             pages=SharedPages(PageIndex()),
             tiers=chain,
+            promotions=Promotions(),
             counters=self._counters,
             clock=self._clock,
             options=self.options,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cachesvc.clock import Clock
 from cachesvc.node.counters import NodeCounters
 from cachesvc.node.flights import Flights
+from cachesvc.node.promotion import Promotions
 from cachesvc.node.regions import SharedPages
 from cachesvc.node.tiers import TierChain
 from cachesvc.node.workers import WorkerPool
@@ -25,6 +26,7 @@ class NodeOptions:
     max_store_attempts: int = 3  # of one slice that meets a transient outcome
     store_retry_s: float = 0.25  # before the second attempt; doubles with each further one
     max_throttled_s: float = 60.0  # that a slice waits for a tier which takes no writes yet
+    max_promoted_pages: int = 1024  # of the node, that may wait to be written to a faster tier
     stuck_after_s: float = 10.0  # a slice that runs longer counts against readiness
 
     def pages_per_slice(self, frame_bytes: int) -> int:
@@ -51,6 +53,7 @@ class Parts:
     writes: Flights
     pages: SharedPages
     tiers: TierChain
+    promotions: Promotions
     counters: NodeCounters
     clock: Clock
     options: NodeOptions

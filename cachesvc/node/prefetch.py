@@ -150,10 +150,13 @@ class PrefetchOp(PageOp, Work):
         which = np.flatnonzero(~in_frames)
         if len(which):
             segments = Segments.single(region.frame_addresses(frames[which]), region.frame_bytes, region.data())
-            results[which] = parts.tiers.read(session.namespace, object_ids(keys[which]), segments)
-            read = which[results[which] == Outcome.OK]
+            answer = parts.tiers.read(session.namespace, object_ids(keys[which]), segments)
+            results[which] = answer.outcomes
+            is_read = answer.outcomes == Outcome.OK
+            read = which[is_read]
             region.write_records(frames[read], keys[read], depths[read])
             region.commit(frames[read])
+            parts.promotions.offer(session, keys[read], frames[read], answer.ranks[is_read])
         parts.pages.publish(session.slot, frames[results == Outcome.OK])
         return results
 

@@ -1,4 +1,4 @@
-"""The chain of storage tiers: read from the first that has a page, written to each.
+"""The chain of storage tiers: read from the first that has a page, written to each that takes writes.
 
 DESIGN. A tier is a backend under the checksum layer of one namespace, counted. What a backend raises ends here: the
 call's pages get the outcome the error stands for, and the next tier is asked. Nothing about a page is decided by a
@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,26 @@ PageGuard = Callable[[NDArray[np.intp]], NDArray[np.bool_]]
 """Given positions in a batch: bool for each, False where the page's frame is no longer what it was."""
 
 
+class WriteMode(StrEnum):
+    """Which pages a tier is given."""
+
+    THROUGH = "through"  # every page that is backed up
+    NEVER = "never"  # none: others fill it
+
+
+@dataclass(frozen=True)
+class TierOptions:
+    """What the chain does with a tier. `promote`: pages read from a tier further down are written to this one too."""
+
+    write_mode: WriteMode = WriteMode.THROUGH
+    promote: bool = True
+
+    @property
+    def takes_promotions(self) -> bool:
+        """Whether anything read further down is to be written here."""
+        return self.promote and self.write_mode is not WriteMode.NEVER
+
+
 @dataclass(frozen=True)
 class Tier:
     """One storage tier: a name for metrics, and where the bytes rest. The node that gets it owns and closes the
@@ -35,6 +57,20 @@ class Tier:
 
     name: str
     backend: StorageBackend
+    options: TierOptions = TierOptions()
+
+
+@dataclass(frozen=True)
+class TierRead:
+    """What a read brought. `ranks` int8[n]: the position in the chain of the tier that delivered each page, -1 for
+    none."""
+
+    outcomes: Outcomes
+    ranks: NDArray[np.int8]
+
+
+NO_RANK = -1
+NO_TIER_PROMOTES = 127
 
 
 def succeeded(results: Outcomes) -> NDArray[np.bool_]:
@@ -48,6 +84,7 @@ class _CountedTier:
     def __init__(self, tier: Tier, counters: NodeCounters, clock: Clock) -> None:
         self.name = tier.name
         self.backend = tier.backend
+        self.options = tier.options
         self.capabilities: Capabilities = tier.backend.capabilities()
         self._counters = counters
         self._clock = clock
@@ -133,7 +170,13 @@ class TierChain:
     @property
     def can_write(self) -> bool:
         """Whether backups have somewhere to go."""
-        return bool(self._tiers)
+        return any(tier.options.write_mode is WriteMode.THROUGH for tier in self._tiers)
+
+    @property
+    def first_promoting(self) -> int:
+        """Position of the first tier that takes pages found further down; more than any position where none does."""
+        positions = [rank for rank, tier in enumerate(self._tiers) if tier.options.takes_promotions]
+        return positions[0] if positions else NO_TIER_PROMOTES
 
     @property
     def must_probe(self) -> bool:
@@ -149,30 +192,41 @@ class TierChain:
         have."""
         return self._contains([tier.contains for tier in self._probed], ids)
 
-    def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> Outcomes:
+    def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> TierRead:
         """Reads each page from the first tier that delivers it. Where none does: the first answer that is not a MISS,
         else MISS."""
         results = outcomes(len(ids), Outcome.MISS)
+        ranks = np.full(len(ids), NO_RANK, np.int8)
         wanted = np.arange(len(ids))
-        for tier in self._tiers:
+        for rank, tier in enumerate(self._tiers):
             if not len(wanted):
                 break
             answers = tier.read(namespace, ids[wanted], segments.take(wanted))
             better = (answers == Outcome.OK) | (results[wanted] == Outcome.MISS)
             results[wanted[better]] = answers[better]
+            ranks[wanted[answers == Outcome.OK]] = rank
             self._counters.pages_from.inc(float((answers == Outcome.OK).sum()), tier.name)
             wanted = wanted[answers != Outcome.OK]
-        return results
+        return TierRead(results, ranks)
 
     def write(self, namespace: bytes, ids: ObjectIds, segments: Segments, guard: PageGuard) -> Outcomes:
-        """Writes each page to every tier that does not hold it. OK where a tier took it, else EXISTS where one holds
-        it, else the first tier's reason. `guard(which)` says for pages at positions `which` whether their frames are
-        still what they were."""
+        """Writes each page to every tier that takes writes and does not hold it. OK where a tier took it, else EXISTS
+        where one holds it, else the first tier's reason. `guard(which)` says for pages at positions `which` whether
+        their frames are still what they were."""
+        written = [tier for tier in self._tiers if tier.options.write_mode is WriteMode.THROUGH]
+        return self._write_each(written, namespace, ids, segments, guard)
+
+    def promote(
+        self, namespace: bytes, ids: ObjectIds, segments: Segments, ranks: NDArray[np.int8], guard: PageGuard
+    ) -> Outcomes:
+        """Writes pages to the tiers above the one they came from (`ranks`), as far as those take promotions. Outcomes
+        as of `write`; FAILED where there is no such tier."""
         results = outcomes(len(ids), Outcome.FAILED)
-        for rank, tier in enumerate(self._tiers):
-            answers = self._write_missing(tier, namespace, ids, segments, guard)
-            better = (answers < results) & succeeded(answers) if rank else np.full(len(ids), True)
-            results[better] = answers[better]
+        for source in np.unique(ranks).tolist():
+            which = np.flatnonzero(ranks == source)
+            above = [tier for tier in self._tiers[: max(0, source)] if tier.options.takes_promotions]
+            own = partial(_of_some, guard, which)
+            results[which] = self._write_each(above, namespace, ids[which], segments.take(which), own)
         return results
 
     def delete(self, ids: ObjectIds) -> Outcomes:
@@ -207,6 +261,21 @@ class TierChain:
             held[wanted] = ask(ids if len(wanted) == len(ids) else ids[wanted]) == Outcome.OK
         return held
 
+    def _write_each(
+        self,
+        tiers: Sequence[_CountedTier],
+        namespace: bytes,
+        ids: ObjectIds,
+        segments: Segments,
+        guard: PageGuard,
+    ) -> Outcomes:
+        results = outcomes(len(ids), Outcome.FAILED)
+        for rank, tier in enumerate(tiers):
+            answers = self._write_missing(tier, namespace, ids, segments, guard)
+            better = (answers < results) & succeeded(answers) if rank else np.full(len(ids), True)
+            results[better] = answers[better]
+        return results
+
     def _write_missing(
         self,
         tier: _CountedTier,
@@ -224,3 +293,8 @@ class TierChain:
             which = missing
             answers[missing] = tier.write(namespace, ids[missing], segments.take(missing), lambda: guard(which))
         return answers
+
+
+def _of_some(guard: PageGuard, which: NDArray[np.intp], some: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """`guard` for the positions `some` of `which`."""
+    return guard(which[some])

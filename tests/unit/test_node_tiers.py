@@ -34,7 +34,7 @@ class Chain:
     def read(self):
         """Outcomes, and which rows hold the right bytes."""
         rows = np.zeros((len(IDS), PAGE_BYTES), np.uint8)
-        results = self.tiers.read(NAMESPACE, IDS, Segments.of_rows(rows))
+        results = self.tiers.read(NAMESPACE, IDS, Segments.of_rows(rows)).outcomes
         return results, np.array([(row == page(key)).all() for row, key in zip(rows, KEYS, strict=True)])
 
 
@@ -151,7 +151,7 @@ def test_a_page_of_another_namespace_is_not_delivered():
     chain = Chain("a")
     chain.write()
     rows = np.zeros((len(IDS), PAGE_BYTES), np.uint8)
-    results = chain.tiers.read(bytes(32), IDS, Segments.of_rows(rows))
+    results = chain.tiers.read(bytes(32), IDS, Segments.of_rows(rows)).outcomes
     assert (results > Outcome.EXISTS).all()
 
 

@@ -1,0 +1,109 @@
+"""Promotion: pages found in a tier further down are written to the faster tiers above it, behind everybody's back.
+
+DESIGN. The pages have just been read into an engine's frames; a promotion reads them there by the rules of a backup
+(generations before and after; a frame that was rewritten is not written). It locks nothing and nobody waits for it: an
+engine that wants the frame back takes it. So it is bounded by what may wait, and everything that is not written is
+counted with its reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+from cachekernels.pages import object_ids
+from numpy.typing import NDArray
+
+from cachesvc.node.workers import Kind, Next, Work
+from cachesvc.outcomes import Unpromoted
+from storage_backends.base import Outcome, Segments
+
+if TYPE_CHECKING:
+    from cachesvc.node.sessions import FrameSession
+
+I8 = NDArray[np.int8]
+I32 = NDArray[np.int32]
+Keys = NDArray[np.uint8]
+
+
+class Promotion(Work):
+    """Pages of one slice on their way up. `ranks` int8[n]: which tier each was read from."""
+
+    kind = Kind.STORE
+
+    def __init__(self, session: FrameSession, keys: Keys, frames: I32, ranks: I8) -> None:
+        self._session = session
+        self._keys = keys
+        self._frames = frames
+        self._ranks = ranks
+        self._generations = session.region.snapshot(frames, keys)
+
+    def step(self) -> Next:
+        parts, session = self._session.parts, self._session
+        with parts.state:
+            if session.is_released or session.is_draining:
+                self._over(Unpromoted.SESSION_ENDED)
+                return Next.IDLE
+            session.slice_began()
+        try:
+            self._write()
+        finally:
+            with parts.state:
+                session.slice_ended()
+        self._over(None)
+        return Next.IDLE
+
+    def resume(self) -> None:
+        """Never parked."""
+
+    def fail(self, error: Exception) -> None:
+        self._over(Unpromoted.FAILED)
+
+    def _write(self) -> None:
+        session, region = self._session, self._session.region
+
+        def unchanged(which: NDArray[np.intp]) -> NDArray[np.bool_]:
+            return region.validate(self._frames[which], self._generations[which])
+
+        segments = Segments.single(region.frame_addresses(self._frames), region.frame_bytes, region.data())
+        ids = object_ids(self._keys)
+        answers = session.parts.tiers.promote(session.namespace, ids, segments, self._ranks, unchanged)
+        counters = session.parts.counters
+        counters.promoted_pages.inc(float(np.count_nonzero(answers == Outcome.OK)))
+        counters.unpromoted_pages.inc(float(np.count_nonzero(answers == Outcome.EXISTS)), Unpromoted.EXISTS)
+        counters.unpromoted_pages.inc(float(np.count_nonzero(answers == Outcome.CHANGED)), Unpromoted.CHANGED)
+        refused = (answers != Outcome.OK) & (answers != Outcome.EXISTS) & (answers != Outcome.CHANGED)
+        counters.unpromoted_pages.inc(float(np.count_nonzero(refused)), Unpromoted.TIER)
+
+    def _over(self, reason: Unpromoted | None) -> None:
+        self._session.parts.promotions.ended(len(self._keys))
+        if reason is not None:
+            self._session.parts.counters.unpromoted_pages.inc(len(self._keys), reason)
+
+
+class Promotions:
+    """The way up: how many pages of all sessions may be on it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting_pages = 0
+
+    def offer(self, session: FrameSession, keys: Keys, frames: I32, ranks: I8) -> None:
+        """Pages that have just been read into frames of `session` and are readable there."""
+        parts = session.parts
+        wanted = np.flatnonzero(ranks > parts.tiers.first_promoting)
+        if not len(wanted):
+            return
+        with self._lock:
+            has_room = self._waiting_pages + len(wanted) <= parts.options.max_promoted_pages
+            self._waiting_pages += len(wanted) if has_room else 0
+        if not has_room:
+            parts.counters.unpromoted_pages.inc(len(wanted), Unpromoted.QUEUE_FULL)
+            return
+        parts.pool.submit(Promotion(session, keys[wanted], frames[wanted], ranks[wanted]))
+
+    def ended(self, num_pages: int) -> None:
+        """A promotion is over, one way or the other."""
+        with self._lock:
+            self._waiting_pages -= num_pages
