@@ -46,7 +46,7 @@ class AttachResult(StrEnum):
     REFUSED_GEOMETRY = "refused_geometry"  # frame_bytes is not what the identity's page takes
     REFUSED_MEMORY = "refused_memory"  # the region does not fit
     REFUSED_DRAINING = "refused_draining"  # the node is going away
-    REFUSED_BUSY = "refused_busy"  # ops of the session it had before have not ended yet; to be tried again
+    REFUSED_BUSY = "refused_busy"  # ops on the region still run, or another session has it; to be tried again
     REFUSED_VERSION = "refused_version"  # other versions of the messages or of regions
     REFUSED_MALFORMED = "refused_malformed"  # the first message was not understood, or did not come in time
     REFUSED_CONNECTIONS = "refused_connections"  # too many are open
@@ -83,6 +83,24 @@ class Unsaved(StrEnum):
     DRAINED = "drained"
     DETACHED = "detached"
     QUEUE_FULL = "queue_full"  # put into node-managed memory while too many others waited to be stored
+    LOST = "lost"  # the connection to its engine broke
+
+
+class RegionSource(StrEnum):
+    """Which region an attach was given."""
+
+    CREATED = "created"
+    KEPT = "kept"  # of an engine that went, in whose place this one comes
+    OFFERED = "offered"  # made elsewhere, handed in by the engine
+    RESUMED = "resumed"  # the same engine came back to its own
+
+
+class RegionDrop(StrEnum):
+    """Why the node gave up a region that it kept for the successor of its engine."""
+
+    EXPIRED = "expired"  # nobody came for it in time
+    MEMORY = "memory"  # a new region needed the memory
+    NODE_CLOSED = "node_closed"
 
 
 class Unpromoted(StrEnum):

@@ -46,18 +46,31 @@ class SessionClosed(RuntimeError):
 @dataclass(frozen=True)
 class AttachRequest:
     """`group` names the engine (all ranks of one engine share it); `frame_bytes` must be the identity's
-    `page_bytes()`."""
+    `page_bytes()`.
+
+    An engine that already has a region *offers* it: because the node it got it from has gone, or because no node was
+    there when it started. The node takes its own handle of it; the caller keeps `offer`. `previous` is the session the
+    engine had with this same node before its connection broke; an attach that names it is answered when nothing of
+    that session touches the region any more. `has_device`: frames are registered with a GPU or RDMA device, whose
+    transfers may outlast the engine's process by moments.
+    """
 
     identity: Identity
     group: str
     num_frames: int
     frame_bytes: int
+    offer: Region | None = None
+    previous: int | None = None
+    has_device: bool = False
 
 
 @dataclass(frozen=True)
 class Attachment:
     """What an attach grants. The session owns the region: it is mapped until `detach`, and closed after the last op
     on it.
+
+    `has_pages`: the region's directory names pages from before (of this engine, or of one whose place it takes); the
+    engine is their manager now and finds them with `region.records()`.
 
     `enabled` is False where the node cannot keep one of the engine's pools: `warning` says which, the region has one
     frame, lookups miss and every op is declined.
@@ -93,7 +106,8 @@ class CacheClient(ABC):
 
     @abstractmethod
     def attach(self, request: AttachRequest) -> Attachment:
-        """Opens the session, once per client. AttachRefused: another identity in the group, geometry, or memory."""
+        """Opens the session, once per client. AttachRefused: another identity in the group, geometry, memory, or ops
+        on the region that still run."""
 
     @abstractmethod
     def publish(self, frames: I32) -> None:

@@ -31,7 +31,14 @@ class InProcessClient(CacheClient):
         if self._session is not None:
             raise RuntimeError(f"this client is attached already, as session {self._session.session_id}")
         session = self._session = self._node.attach(request)
-        return Attachment(session.session_id, session.region, session.namespace, session.is_enabled, session.warning)
+        return Attachment(
+            session.session_id,
+            session.region,
+            session.namespace,
+            session.is_enabled,
+            session.warning,
+            session.has_pages,
+        )
 
     def publish(self, frames: I32) -> None:
         self._node.publish(self._attached(), frames)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-
-from cachekernels.region import Region, RegionTooLarge
+from collections.abc import Iterator
 
 from cachesvc.client.base import AttachRefused, AttachRequest
 from cachesvc.identity import Identity
+from cachesvc.node.sessions import Session
 from cachesvc.outcomes import AttachResult
 
 logger = logging.getLogger(__name__)
@@ -27,24 +27,32 @@ def check_geometry(request: AttachRequest) -> None:
         )
 
 
-def grant_region(request: AttachRequest) -> tuple[Region, str]:
-    """A new region, and why the cache is off ("" if it is on). Blocks while the memory is cleared. AttachRefused: too
-    large."""
+def why_off(request: AttachRequest) -> str:
+    """Why the cache is off for this engine; "" where it is on."""
     unsupported = request.identity.unsupported_pools()
     warning = f"cache off: this node cannot keep pools of kind {', '.join(unsupported)}" if unsupported else ""
     if warning:
         logger.warning("group %s: %s", request.group, warning)
-    try:
-        return Region.create(1 if warning else request.num_frames, request.frame_bytes), warning
-    except RegionTooLarge as error:
-        raise AttachRefused(str(error), AttachResult.REFUSED_MEMORY) from error
+    return warning
 
 
-class Groups:
-    """Which identity each attached group has: all sessions of a group must agree."""
+class Roster:
+    """The sessions of a node that have not ended, lost ones included, and the identity of each group: all sessions of
+    a group must agree. Sessions that have ended are remembered as long as a slice of theirs runs.
+
+    NOTE: called with the node's state lock held.
+    """
 
     def __init__(self) -> None:
+        self._sessions: dict[int, Session] = {}
+        self._leaving: list[Session] = []
         self._groups: dict[str, tuple[Identity, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
 
     def check(self, request: AttachRequest) -> None:
         """AttachRefused: the group is attached with another identity; the message has every differing field with both
@@ -57,14 +65,24 @@ class Groups:
                 AttachResult.REFUSED_IDENTITY,
             )
 
-    def join(self, request: AttachRequest) -> None:
-        """One more session of the group, after `check`."""
+    def enter(self, session: Session) -> None:
+        """One more session, after `check` of its request."""
+        request = session.request
         _, count = self._groups.get(request.group, (request.identity, 0))
         self._groups[request.group] = (request.identity, count + 1)
+        self._sessions[session.session_id] = session
 
-    def leave(self, request: AttachRequest) -> None:
-        """One session of the group has gone; a group without sessions is forgotten."""
-        identity, count = self._groups[request.group]
-        self._groups[request.group] = (identity, count - 1)
+    def leaving(self, region_id: bytes) -> Session | None:
+        """The session that has ended and still touches that region."""
+        self._leaving = [session for session in self._leaving if not session.is_released]
+        return next((session for session in self._leaving if session.region.region_id == region_id), None)
+
+    def leave(self, session: Session) -> None:
+        """The session has ended; a group without sessions is forgotten."""
+        del self._sessions[session.session_id]
+        self._leaving = [*(other for other in self._leaving if not other.is_released), session]
+        group = session.request.group
+        identity, count = self._groups[group]
+        self._groups[group] = (identity, count - 1)
         if count == 1:
-            del self._groups[request.group]
+            del self._groups[group]

@@ -39,6 +39,7 @@ UNSAVED = {
     OpEnd.FAILED: Unsaved.FAILED,
     OpEnd.DRAINED: Unsaved.DRAINED,
     OpEnd.DETACHED: Unsaved.DETACHED,
+    OpEnd.LOST: Unsaved.LOST,
 }
 
 

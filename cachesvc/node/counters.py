@@ -7,7 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from cachesvc.metrics import Counter, Registry
-from cachesvc.outcomes import AttachResult, Decline, Direction, OpEnd, PageSource, TierError, Unpromoted, Unsaved, Verb
+from cachesvc.outcomes import (
+    AttachResult,
+    Decline,
+    Direction,
+    OpEnd,
+    PageSource,
+    RegionDrop,
+    RegionSource,
+    TierError,
+    Unpromoted,
+    Unsaved,
+    Verb,
+)
 from storage_backends.base import Outcome, Outcomes
 
 OUTCOMES = [outcome.name.lower() for outcome in Outcome]
@@ -24,6 +36,18 @@ class NodeCounters:
     def __init__(self, registry: Registry, tiers: Sequence[str]) -> None:
         counter = registry.counter
         self.attaches = counter("cachesvc_attaches_total", "Attach requests", result=names(list(AttachResult)))
+        self.regions_granted = counter(
+            "cachesvc_regions_granted_total",
+            "Regions given to attaching engines, by where they came from",
+            source=names(list(RegionSource)),
+        )
+        self.regions_dropped = counter(
+            "cachesvc_regions_dropped_total",
+            "Kept regions that no successor came for, by why they went",
+            reason=names(list(RegionDrop)),
+        )
+        self.sessions_lost = counter("cachesvc_sessions_lost_total", "Sessions whose connection broke")
+        self.engines_dead = counter("cachesvc_engines_dead_total", "Lost engines that were proven dead")
         self.declined = counter(
             "cachesvc_declined_total", "Ops not accepted", verb=names(list(Verb)), reason=names(list(Decline))
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +17,22 @@ from cachesvc.client.base import AttachRefused, AttachRequest, Declined, Lookup,
 from cachesvc.clock import Clock, SystemClock
 from cachesvc.metrics import Registry
 from cachesvc.node.arguments import check_keys, check_pages
-from cachesvc.node.attach import Groups, check_geometry, grant_region
+from cachesvc.node.attach import Roster, check_geometry, why_off
 from cachesvc.node.backup import BackupOp
 from cachesvc.node.counters import NodeCounters
 from cachesvc.node.events import Event
 from cachesvc.node.flights import Flights
+from cachesvc.node.hand_over import HandOver
+from cachesvc.node.kept import KeptRegions
 from cachesvc.node.lookup import ProbeOp, num_known
 from cachesvc.node.parts import NodeOptions, Parts
 from cachesvc.node.prefetch import PrefetchOp
 from cachesvc.node.promotion import Promotions
 from cachesvc.node.regions import SharedPages
-from cachesvc.node.sessions import Session
+from cachesvc.node.sessions import NO_PEER, Grant, Session
 from cachesvc.node.tiers import Tier, TierChain
 from cachesvc.node.workers import ManualPool, ThreadPool
-from cachesvc.outcomes import AttachResult, Decline, OpEnd, Verb
+from cachesvc.outcomes import AttachResult, Decline, OpEnd, RegionDrop, Verb
 
 logger = logging.getLogger(__name__)
 
@@ -62,29 +65,32 @@ class Node:
         manual: bool = False,
     ) -> None:
         """`manual`: no threads; `run_one` does the work. For tests that decide the order of everything."""
+        self.boot_id = os.urandom(16)  # sessions of another node are none of this one's
         self.registry = Registry()
         self.options = options or NodeOptions()
         self._clock = clock or SystemClock()
         self._counters = NodeCounters(self.registry, [tier.name for tier in tiers])
-        self._groups = Groups()
-        self._sessions: dict[int, Session] = {}
+        self._roster = Roster()
         self._ids = itertools.count(1)
         self._is_closing = False
         chain = TierChain(tiers, self._counters, self._clock)
         on_exception = self._counters.worker_exceptions.inc
         self._manual = ManualPool(self._clock, on_exception) if manual else None
+        pages = SharedPages(PageIndex())
         self._parts = Parts(
             state=threading.Condition(),
             pool=self._manual or ThreadPool(self._clock, on_exception, self.options.num_workers),
             reads=Flights(),
             writes=Flights(),
-            pages=SharedPages(PageIndex()),
+            pages=pages,
+            kept=KeptRegions(pages, self._counters, self._clock, self.options.keep_regions_s),
             tiers=chain,
             promotions=Promotions(),
             counters=self._counters,
             clock=self._clock,
             options=self.options,
         )
+        self._hand_over = HandOver(self._parts, self._roster)
         self._add_gauges()
 
     @property
@@ -92,11 +98,12 @@ class Node:
         """The node's counters, for whoever counts along."""
         return self._counters
 
-    def attach(self, request: AttachRequest) -> Session:
-        """Opens a session with a region of its own. Blocks while the region's memory is cleared. AttachRefused: see
-        its message."""
+    def attach(self, request: AttachRequest, *, peer: int = NO_PEER) -> Session:
+        """Opens a session with a region of its own: a new one, or one with a past (see `AttachRequest`). Blocks while
+        memory is cleared or a directory is read, and for ops of the session before. `peer`: a pidfd of the engine's
+        process; it stays the caller's. AttachRefused: see its message."""
         try:
-            session = self._attach(request)
+            session = self._attach(request, peer)
         except AttachRefused as refused:
             self._counters.attaches.inc(1, refused.result)
             raise
@@ -179,15 +186,28 @@ class Node:
         return self._drain(session, self._clock.now() + timeout_s)
 
     def detach(self, session: Session) -> None:
-        """Ends a session at once. Its region goes when the last slice on it has ended. Idempotent."""
+        """Ends a session at once. Its region is kept for a successor, or goes, when the last slice on it has ended.
+        Idempotent."""
         with self._parts.state:
-            if session.is_detached:
+            if not session.is_detached:
+                self._roster.leave(session)
+                session.end(OpEnd.DETACHED)
+
+    def lost(self, session: Session) -> None:
+        """The connection to the engine broke, which says nothing about the engine. Its ops are given up; its pages go
+        on serving others, and its region is nobody else's until the engine comes back for it or is proven dead.
+        Idempotent."""
+        with self._parts.state:
+            if session.is_closed:
                 return
-            session.is_detached = session.is_draining = True
-            session.give_up_all(OpEnd.DETACHED)
-            self._groups.leave(session.request)
-            del self._sessions[session.session_id]
-            session.release_if_unused()
+            self._counters.sessions_lost.inc()
+            session.lose()
+
+    def tick(self) -> None:
+        """What time brings: looks for the death of lost engines and drops regions kept for too long. Twice a second
+        is often enough."""
+        self._hand_over.prove_deaths()
+        self._hand_over.drop_expired()
 
     def health(self) -> Health:
         """From progress, not from threads being alive."""
@@ -214,11 +234,15 @@ class Node:
             if self._is_closing:
                 return 0
             self._is_closing = True
-            sessions = list(self._sessions.values())
+            sessions = list(self._roster)
+            kept = self._parts.kept.keep_no_more()
+        for region in kept:
+            self._parts.kept.drop(region, RegionDrop.NODE_CLOSED)
         unsaved_before = self._num_unsaved()
         deadline_s = self._clock.now() + timeout_s
         for session in sessions:
-            self._drain(session, deadline_s)
+            if not session.is_lost:
+                self._drain(session, deadline_s)
             self.detach(session)
         stuck = self._parts.pool.close(deadline_s, self._parts.tiers.close)
         if stuck:
@@ -231,27 +255,36 @@ class Node:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _attach(self, request: AttachRequest) -> Session:
+    def _attach(self, request: AttachRequest, peer: int) -> Session:
         check_geometry(request)
+        self._hand_over.prove_deaths()
         with self._parts.state:
             self._check_attach(request)
-        region, warning = grant_region(request)
+        warning = why_off(request)
+        grant = self._hand_over.create_unmanaged(request) if warning else self._hand_over.grant(request)
+        try:
+            return self._enter(request, grant, warning, peer)
+        except AttachRefused:
+            self._hand_over.back(grant, request)
+            raise
+
+    def _enter(self, request: AttachRequest, grant: Grant, warning: str, peer: int) -> Session:
         with self._parts.state:
             # Once more: the memory took its time, and somebody else may have attached meanwhile.
             self._check_attach(request)
-            self._groups.join(request)
-            session = Session(next(self._ids), request, self._parts, region, warning)
-            self._sessions[session.session_id] = session
+            own_peer = peer if peer == NO_PEER else os.dup(peer)
+            session = Session(next(self._ids), request, self._parts, grant, warning, own_peer)
+            self._roster.enter(session)
             return session
 
     def _check_attach(self, request: AttachRequest) -> None:
         if self._is_closing:
             raise AttachRefused("the node is closing", AttachResult.REFUSED_DRAINING)
-        self._groups.check(request)
+        self._roster.check(request)
 
     def _check_open(self, session: Session) -> None:
-        if session.is_detached:
-            raise SessionClosed(f"session {session.session_id} is detached")
+        if session.is_closed:
+            raise SessionClosed(f"session {session.session_id} is {'detached' if session.is_detached else 'lost'}")
 
     def _why_not(self, session: Session) -> Decline | None:
         if not session.is_enabled:
@@ -290,7 +323,8 @@ class Node:
 
     def _add_gauges(self) -> None:
         add, add_labelled, parts = self.registry.gauge, self.registry.gauges, self._parts
-        add("cachesvc_sessions", "Attached sessions", lambda: len(self._sessions))
+        add("cachesvc_sessions", "Attached sessions", lambda: len(self._roster))
+        add_labelled("cachesvc_regions", "Regions, by who manages them", "state", self._region_states)
         add("cachesvc_index_keys", "Pages in the index", lambda: parts.pages.counts()[0])
         add("cachesvc_index_bytes", "Memory of the index", lambda: parts.pages.counts()[1])
         add_labelled("cachesvc_frames", "Frames of all regions, by what the node does with them", "state", self._frames)
@@ -300,11 +334,16 @@ class Node:
 
     def _frames(self) -> dict[str, float]:
         with self._parts.state:
-            sessions = list(self._sessions.values())
+            sessions = list(self._roster)
             lent = sum(int(np.count_nonzero(session.is_lent)) for session in sessions)
             quarantined = sum(session.num_quarantined() for session in sessions)
             total = sum(session.region.num_frames for session in sessions)
         return {"total": total, "lent": lent - quarantined, "quarantined": quarantined}
+
+    def _region_states(self) -> dict[str, float]:
+        with self._parts.state:
+            num_lost = sum(session.is_lost for session in self._roster)
+            return {"attached": len(self._roster) - num_lost, "lost": num_lost, "kept": len(self._parts.kept)}
 
     def _tier_usage(self) -> dict[str, float]:
         return self._parts.tiers.usage() if not self._is_closing else self._parts.tiers.no_usage()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cachesvc.clock import Clock
 from cachesvc.node.counters import NodeCounters
 from cachesvc.node.flights import Flights
+from cachesvc.node.kept import KeptRegions
 from cachesvc.node.promotion import Promotions
 from cachesvc.node.regions import SharedPages
 from cachesvc.node.tiers import TierChain
@@ -28,6 +29,9 @@ class NodeOptions:
     max_throttled_s: float = 60.0  # that a slice waits for a tier which takes no writes yet
     max_promoted_pages: int = 1024  # of the node, that may wait to be written to a faster tier
     stuck_after_s: float = 10.0  # a slice that runs longer counts against readiness
+    keep_regions_s: float = 0.0  # how long the region of an engine that went waits for its successor; 0: not at all
+    resume_wait_s: float = 2.0  # how long an attach waits for ops of the session before it
+    device_grace_s: float = 10.0  # what a GPU or RDMA device may still write after its process is dead
 
     def pages_per_slice(self, frame_bytes: int) -> int:
         """Pages of `frame_bytes` in one slice, at least 1."""
@@ -52,6 +56,7 @@ class Parts:
     reads: Flights
     writes: Flights
     pages: SharedPages
+    kept: KeptRegions
     tiers: TierChain
     promotions: Promotions
     counters: NodeCounters

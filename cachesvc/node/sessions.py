@@ -7,6 +7,9 @@ NOTE: methods that change a session are called with the node's state lock held, 
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+
 import numpy as np
 from cachekernels.region import Region
 from numpy.typing import NDArray
@@ -14,28 +17,48 @@ from numpy.typing import NDArray
 from cachesvc.client.base import AttachRequest
 from cachesvc.node.backup import StoreLane
 from cachesvc.node.events import Event, EventQueue
+from cachesvc.node.kept import Claim
 from cachesvc.node.ops import Op, OpState
 from cachesvc.node.parts import Parts
-from cachesvc.outcomes import OpEnd
+from cachesvc.outcomes import OpEnd, RegionSource
 
 I32 = NDArray[np.int32]
+NO_PEER = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Grant:
+    """A region on its way to a session: mapped, held for the node, in the index under `slot`."""
+
+    region: Region
+    slot: int
+    source: RegionSource
+    has_pages: bool = False
 
 
 class FrameSession:
     """The frames of one region and the ops on them: all that an op knows of whom it works for.
 
-    `is_lent` bool[num_frames] marks the frames that the node may write now. `region` and `events` are closed by
-    `release`, once the session has been detached and none of its slices runs.
+    `is_lent` bool[num_frames] marks the frames that the node may write now. `events` are closed, and the region is let
+    go of, once the session has been detached and none of its slices runs. `slot` is the region's in the index, if it
+    has one already.
     """
 
     def __init__(
-        self, session_id: int, parts: Parts, region: Region, namespace: bytes, *, private: bool = False
+        self,
+        session_id: int,
+        parts: Parts,
+        region: Region,
+        namespace: bytes,
+        *,
+        private: bool = False,
+        slot: int | None = None,
     ) -> None:
         self.session_id = session_id
         self.namespace = namespace
         self.parts = parts
         self.region = region
-        self.slot = parts.pages.add(region, private=private)
+        self.slot = parts.pages.add(region, private=private) if slot is None else slot
         self.events: EventQueue[Event] = EventQueue()
         self.slice_pages = parts.options.pages_per_slice(region.frame_bytes)
         self.is_lent = np.zeros(region.num_frames, np.bool_)
@@ -45,6 +68,11 @@ class FrameSession:
         self.is_detached = False
         self.is_released = False
         self._running_slices = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of this session touches the region, nor will."""
+        return not self._running_slices and not self.unfinished()
 
     def lend(self, frames: I32) -> None:
         """Takes frames on loan. ValueError, nothing taken: a frame is out of range, twice in the list, or lent
@@ -86,6 +114,12 @@ class FrameSession:
         for op in reversed(self.unfinished()):
             op.give_up(reason)
 
+    def end(self, reason: OpEnd) -> None:
+        """The manager has left. Its region is let go of when no slice runs on it any more."""
+        self.is_detached = self.is_draining = True
+        self.give_up_all(reason)
+        self.release_if_unused()
+
     def slice_began(self) -> None:
         """A worker is about to touch the region."""
         self._running_slices += 1
@@ -94,27 +128,72 @@ class FrameSession:
         """The worker no longer touches it."""
         self._running_slices -= 1
         self.release_if_unused()
+        self.parts.state.notify_all()
 
     def release_if_unused(self) -> None:
         """Lets go of region and descriptors once detached and idle. A worker that comes back late does this."""
         if self.is_detached and not self._running_slices and not self.is_released:
-            self.is_released = True
+            self.release()
             # Not before: the last slice may still publish what it read.
-            self.parts.pages.remove(self.slot)
-            self.region.close()
-            self.events.close()
-            self.parts.state.notify_all()
+            self.let_go()
+
+    def release(self) -> None:
+        """Closes what is the session's own."""
+        self.is_released = True
+        self.events.close()
+        self.parts.state.notify_all()
+
+    def let_go(self) -> None:
+        """The region has no use any more."""
+        self.parts.pages.remove(self.slot)
+        self.region.close()
 
 
 class Session(FrameSession):
-    """One attached engine (or one rank of it)."""
+    """One attached engine (or one rank of it).
 
-    def __init__(self, session_id: int, request: AttachRequest, parts: Parts, region: Region, warning: str) -> None:
-        super().__init__(session_id, parts, region, request.identity.namespace())
+    `peer` is a pidfd of the engine's process, the session's own, or NO_PEER. Lost: the connection broke, and the region
+    is the engine's until it comes back or is proven dead.
+    """
+
+    def __init__(
+        self, session_id: int, request: AttachRequest, parts: Parts, grant: Grant, warning: str, peer: int = NO_PEER
+    ) -> None:
+        self.claim = Claim.of(request)
+        super().__init__(session_id, parts, grant.region, self.claim.namespace, slot=grant.slot)
         self.request = request
         self.warning = warning
+        self.has_pages = grant.has_pages
+        self.peer = peer
+        self.was_held = False  # the engine's lock has been seen
+        self.is_lost = False
+        self.dead_since_s: float | None = None
 
     @property
     def is_enabled(self) -> bool:
         """False: attached with the cache off."""
         return not self.warning
+
+    @property
+    def is_closed(self) -> bool:
+        """No verb is served any more: the session was detached, or its connection broke."""
+        return self.is_detached or self.is_lost
+
+    def lose(self) -> None:
+        """The connection broke. Ops are given up; nothing is known about the engine, so the region stays its."""
+        self.is_lost = self.is_draining = True
+        self.give_up_all(OpEnd.LOST)
+
+    def hand_over(self) -> None:
+        """The session, idle, ends here and now; its region goes on with another one."""
+        self.is_detached = True
+        self.release()
+
+    def release(self) -> None:
+        if self.peer != NO_PEER:
+            os.close(self.peer)
+            self.peer = NO_PEER
+        super().release()
+
+    def let_go(self) -> None:
+        self.parts.kept.keep(self.region, self.slot, self.claim)

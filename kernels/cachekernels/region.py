@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachekernels import _core
-from cachekernels._core import MemoryFault, RegionInvalid
+from cachekernels._core import MemoryFault, RegionInvalid, Side
 from cachekernels.arrays import I32, U32, U64, Bools, Keys
 from cachekernels.system_memory import available_memory, free_huge_page_bytes
 
 __all__ = [
+    "FrameCounts",
     "MemoryFault",
     "Records",
     "Region",
@@ -37,6 +38,7 @@ __all__ = [
     "RegionError",
     "RegionInvalid",
     "RegionTooLarge",
+    "Side",
     "WriterConflict",
     "copy_frames",
 ]
@@ -81,6 +83,14 @@ class Records(NamedTuple):
     depths: U32  # [num_frames]
     flags: U32  # [num_frames]
     last_use: U64  # [num_frames]
+
+
+class FrameCounts(NamedTuple):
+    """How many frames of a region are in which state; together all of them."""
+
+    readable: int
+    odd: int  # being written, or left so by a writer that died or failed
+    never_written: int
 
 
 class Region:
@@ -208,9 +218,38 @@ class Region:
         """
         return self.core.read(frames, generations, out_addresses)
 
+    def write(self, frames: I32, addresses: U64, keys: Keys, depths: U32, *, last_use: int = 0) -> Bools:
+        """W1-W4: frame_bytes from addresses[i] of this process into each frame, as page keys[i] at depths[i].
+
+        Streaming stores; blocks, no I/O. True [n]: the frame holds the page and is readable. False: one of the two
+        memories faulted, the frame stays odd. Raises WriterConflict, with nothing copied, for a frame that somebody
+        else writes; the frames of the batch stay odd then.
+        """
+        written, conflicts = self.core.write(frames, addresses, keys, depths, last_use)
+        if conflicts:
+            raise WriterConflict("another writer was faster", conflicts)
+        return written
+
     def records(self) -> Records:
         """All records as they are now: what a new manager or index starts from."""
         return Records(*self.core.records())
+
+    def count_frames(self) -> FrameCounts:
+        """How many frames are readable, odd, never written: one pass over the directory, 64 bytes a frame."""
+        return FrameCounts(*self.core.count_frames())
+
+    def hold(self, side: Side) -> None:
+        """Shows every other process that this one is a living `side` of the region: the engine before it touches a
+        frame, the node before it lends one. Ends with the mapping (close, last view gone) or with the process, and
+        not in a forked child before that. Idempotent. OSError: somebody keeps an exclusive lock on the memory.
+        """
+        self.core.hold(side)
+
+    def is_held(self, side: Side) -> bool:
+        """Whether some process, this one included, holds the region for `side`. False proves that nobody of that side
+        touches the region any more, provided that they held it. True may be an echo of somebody asking at the same
+        moment."""
+        return self.core.is_held(side)
 
     def touch(self, frames: I32, last_use: int) -> None:
         """Sets the frames' time of last use, in the manager's logical clock."""

@@ -75,6 +75,32 @@ NumpyArray<bool> read_py(const Region& region, FrameArray frames, U64Array gener
     return valid;
 }
 
+std::tuple<NumpyArray<bool>, std::vector<int32_t>> write_py(const Region& region, FrameArray frames,
+                                                            U64Array addresses, KeyArray keys, DepthArray depths,
+                                                            uint64_t last_use) {
+    const auto frame_span = input_1d(frames, "frames");
+    const size_t n = frame_span.size();
+    const FrameWrite write{region,
+                           frame_span,
+                           input_1d(addresses, "addresses", n).data(),
+                           input_rows(keys, "keys", n, key_bytes).data,
+                           input_1d(depths, "depths", n).data(),
+                           last_use};
+    auto written = new_array<bool>(n);
+    std::vector<int32_t> lost;
+    {
+        nb::gil_scoped_release released;
+        lost = write_frames(write, written.data());
+    }
+    return {written, lost};
+}
+
+std::tuple<size_t, size_t, size_t> count_frames_py(const Region& region) {
+    nb::gil_scoped_release released;
+    const FrameCounts counts = count_frames(region);
+    return {counts.readable, counts.odd, counts.never_written};
+}
+
 void touch_py(const Region& region, FrameArray frames, uint64_t last_use) {
     const auto frame_span = input_1d(frames, "frames");
     nb::gil_scoped_release released;
@@ -156,6 +182,9 @@ void bind_region(nb::module_& m) {
     nb::register_exception_translator(raise_os_error);
     nb::exception<MemoryFault>(m, "MemoryFault", PyExc_OSError);
     nb::exception<RegionInvalid>(m, "RegionInvalid", PyExc_ValueError);
+    nb::enum_<Side>(m, "Side", "Whose life a lock tells: the engine holds the data memfd, the node the directory.")
+        .value("ENGINE", Side::engine)
+        .value("NODE", Side::node);
     nb::class_<Region>(m, "Region")
         .def_static("create", &create_py, nb::arg("num_frames"), nb::arg("frame_bytes"), nb::arg("touch_threads"),
                     nb::arg("huge_page_bytes"))
@@ -176,7 +205,12 @@ void bind_region(nb::module_& m) {
         .def("snapshot", &snapshot_py, nb::arg("frames"), nb::arg("keys").none())
         .def("validate", &validate_py, nb::arg("frames"), nb::arg("generations"))
         .def("read", &read_py, nb::arg("frames"), nb::arg("generations"), nb::arg("out_addresses"))
+        .def("write", &write_py, nb::arg("frames"), nb::arg("addresses"), nb::arg("keys"), nb::arg("depths"),
+             nb::arg("last_use"))
         .def("records", &records_py)
+        .def("count_frames", &count_frames_py)
+        .def("hold", &Region::hold, nb::arg("side"), nb::call_guard<nb::gil_scoped_release>())
+        .def("is_held", &Region::is_held, nb::arg("side"), nb::call_guard<nb::gil_scoped_release>())
         .def("touch", &touch_py, nb::arg("frames"), nb::arg("last_use"));
     m.def("copy_open_frames", &copy_open_frames_py, nb::arg("source"), nb::arg("source_frames"), nb::arg("generations"),
           nb::arg("target"), nb::arg("target_frames"), nb::arg("keys"), nb::arg("depths"));

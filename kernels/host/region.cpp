@@ -1,6 +1,7 @@
 #include "region.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <bit>
 #include <cerrno>
+#include <chrono>
 #include <limits>
 #include <string>
 #include <system_error>
@@ -111,6 +113,22 @@ void expect_equal(const char* what, uint64_t have, uint64_t expected) {
     throw RegionInvalid(std::string(what) + " is " + std::to_string(have) + ", expected " + std::to_string(expected));
 }
 
+// An open file description of its own for the file behind `fd`: locks belong to descriptions.
+UniqueFd reopen(int fd) {
+    UniqueFd own(::open(("/proc/self/fd/" + std::to_string(fd)).c_str(), O_RDWR | O_CLOEXEC));
+    if (own.get() < 0) throw_errno("opening a memfd of a region anew");
+    return own;
+}
+
+// Never blocks for good: whoever asks is_held() has an exclusive lock for an instant, and a client could keep one.
+void lock_shared(int fd) {
+    constexpr int max_tries = 1000;
+    for (int i = 0; flock(fd, LOCK_SH | LOCK_NB) != 0; ++i) {
+        if (errno != EWOULDBLOCK || i == max_tries) throw_errno("locking a memfd of a region");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
 RegionHeader read_header(int data_fd, int directory_fd) {
     const struct stat data = stat_sealed(data_fd, "data");
     const struct stat directory = stat_sealed(directory_fd, "directory");
@@ -148,8 +166,10 @@ UniqueFd::~UniqueFd() {
     if (fd_ >= 0) close(fd_);
 }
 
-Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes), mapped_by_(getpid()) {
-    void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+Mapping::Mapping(int fd, size_t bytes) : Mapping(fd, bytes, PROT_READ | PROT_WRITE) {}
+
+Mapping::Mapping(int fd, size_t bytes, int protection) : bytes_(bytes), mapped_by_(getpid()) {
+    void* address = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
     if (address == MAP_FAILED) throw_errno("mapping a region");
     data_ = static_cast<std::byte*>(address);
     madvise(address, bytes, MADV_HUGEPAGE);  // advice: most systems keep shared memory in small pages
@@ -196,6 +216,24 @@ Region::Region(const RegionHeader& header, UniqueFd data_fd, UniqueFd directory_
       data_(data_fd_.get(), header.data_bytes),
       directory_(directory_fd_.get(), RegionShape{header.num_frames, header.frame_bytes}.directory_bytes()),
       records_(reinterpret_cast<FrameRecord*>(directory_.data() + header_bytes)) {}
+
+void Region::hold(Side side) {
+    const std::lock_guard lock(holding_);
+    Mapping& held = holds_[static_cast<int>(side)];
+    if (held.data() != nullptr) return;
+    const UniqueFd own = reopen(side == Side::engine ? data_fd() : directory_fd());
+    lock_shared(own.get());
+    struct stat status;
+    if (fstat(own.get(), &status) != 0) throw_errno("fstat of a memfd");
+    held = Mapping(own.get(), static_cast<size_t>(status.st_blksize), PROT_NONE);
+}
+
+bool Region::is_held(Side side) const {
+    const UniqueFd other = reopen(side == Side::engine ? data_fd() : directory_fd());
+    if (flock(other.get(), LOCK_EX | LOCK_NB) == 0) return false;
+    if (errno != EWOULDBLOCK) throw_errno("asking for the lock of a region");
+    return true;
+}
 
 std::shared_ptr<Region> Region::create(const RegionShape& shape, unsigned touch_threads, size_t huge_page_bytes) {
     shape.check();

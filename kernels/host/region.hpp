@@ -4,6 +4,11 @@
 // directory starts with a 4096-byte header, written once before the fds are handed out; whoever opens a region reads it
 // with pread, checks it, and never looks at it again, because a client could change it later. Mappings are not
 // inherited by fork.
+//
+// Who is dead? Each side of a region holds one memfd: the engine the data, the node the directory. To hold it is to map
+// a page of it through an open file description of one's own that has a shared lock. The description is not in any fd
+// table and the mapping not in a forked child, so the lock goes when the holder unmaps or its process is gone, and at no
+// other time: an exclusive lock can then be had, and nobody of that side writes the region any more.
 //   directory  [0, 4096) RegionHeader   [4096, 4096 + 64 n) FrameRecord, frame by frame   padded to 4096
 //   data       frame i at [i * stride, i * stride + frame_bytes)   stride: frame_bytes rounded up to 4096
 //
@@ -16,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 
 #include "frame_record.hpp"
@@ -54,11 +60,12 @@ private:
     int fd_;
 };
 
-// A shared read-write mapping of a whole fd.
+// A shared mapping of the first `bytes` of an fd, read-write unless `protection` says otherwise.
 class Mapping {
 public:
     Mapping() = default;
     Mapping(int fd, size_t bytes);
+    Mapping(int fd, size_t bytes, int protection);
     Mapping(Mapping&& other) noexcept;
     Mapping& operator=(Mapping&& other) noexcept;
     ~Mapping();
@@ -82,6 +89,9 @@ struct RegionShape {
     void check() const;
 };
 
+// Whose life a lock tells: the engine holds the data memfd, the node the directory memfd.
+enum class Side { engine, node };
+
 class Region {
 public:
     // Makes both memfds, reserves every page with `touch_threads` threads (0: leaves the data to first use), seals.
@@ -100,11 +110,20 @@ public:
     std::byte* frame(int32_t frame) const { return data_.data() + static_cast<size_t>(frame) * header_.stride_bytes; }
     FrameRecord& record(int32_t frame) const { return records_[frame]; }
 
+    // Holds the region for `side` until this object goes; idempotent. Throws std::system_error: EWOULDBLOCK when
+    // somebody keeps an exclusive lock on that memfd for a second. Any thread.
+    void hold(Side side);
+    // Whether any process holds the region for `side`, this one included. May say true for a moment while somebody else
+    // asks, never false while it is held. Any thread.
+    bool is_held(Side side) const;
+
 private:
     Region(const RegionHeader& header, UniqueFd data_fd, UniqueFd directory_fd);
 
     RegionHeader header_;
     UniqueFd data_fd_, directory_fd_;
+    std::mutex holding_;
+    Mapping holds_[2];  // before the mappings they speak for, so that they go after them
     Mapping data_, directory_;
     FrameRecord* records_;
 };

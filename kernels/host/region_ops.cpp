@@ -4,6 +4,7 @@
 #include <string>
 
 #include "fault_guard.hpp"
+#include "stream_copy.hpp"
 
 namespace cachesvc {
 namespace {
@@ -30,12 +31,33 @@ void store_record(FrameRecord& record, const uint8_t* key, uint32_t depth, uint6
     store_relaxed(record.last_use, last_use);
 }
 
-// R1 to R4 around one memcpy. NOTE: the bytes race with a writer by design; what was torn is thrown away by R4.
-bool read_frame(const Region& region, int32_t frame, uint64_t generation, void* out) {
+uint8_t* frame_at(const Region& region, int32_t frame) {
+    return reinterpret_cast<uint8_t*>(region.frame(frame));
+}
+
+// Where the copy of the batch's item after `i` will read; null at the end.
+const uint8_t* next_frame(const Region& region, Frames frames, size_t i) {
+    return i + 1 < frames.size() ? frame_at(region, frames[i + 1]) : nullptr;
+}
+
+// R1 to R4 around one copy, which is fenced by the caller before it tells anyone. NOTE: the bytes race with a writer by
+// design; what was torn is thrown away by R4.
+bool read_frame(const Region& region, int32_t frame, uint64_t generation, uint8_t* out, const uint8_t* next) {
     const FrameRecord& record = region.record(frame);
     if (!is_readable(generation) || load_generation(record) != generation) return false;
-    std::memcpy(out, region.frame(frame), region.frame_bytes());
+    stream_copy()(out, frame_at(region, frame), region.frame_bytes(), next);
     return is_unchanged(record, generation);
+}
+
+// W4 for the frames whose flag is set, after the fence W3 of this thread's streaming stores.
+void close_frames(const Region& region, Frames frames, bool* flags) {
+    stream_fence();
+    guarded_each(
+        frames.size(),
+        [&](size_t i) {
+            if (flags[i]) close_record(region.record(frames[i]));
+        },
+        [&](size_t i) { flags[i] = false; });
 }
 
 }  // namespace
@@ -114,9 +136,32 @@ void read_frames(const Region& region, Frames frames, const uint64_t* generation
     guarded_each(
         frames.size(),
         [&](size_t i) {
-            valid[i] = read_frame(region, frames[i], generations[i], reinterpret_cast<void*>(out_addresses[i]));
+            valid[i] = read_frame(region, frames[i], generations[i], reinterpret_cast<uint8_t*>(out_addresses[i]),
+                                  next_frame(region, frames, i));
         },
         [&](size_t i) { valid[i] = false; });
+    stream_fence();
+}
+
+std::vector<int32_t> write_frames(const FrameWrite& write, bool* written) {
+    const Region& region = write.region;
+    auto lost = open_frames(region, write.frames, nullptr);
+    if (!lost.empty()) return lost;
+    const StreamCopy copy = stream_copy();
+    const size_t count = write.frames.size();
+    guarded_each(
+        count,
+        [&](size_t i) {
+            const auto* next = i + 1 < count ? reinterpret_cast<const uint8_t*>(write.addresses[i + 1]) : nullptr;
+            const int32_t frame = write.frames[i];
+            copy(frame_at(region, frame), reinterpret_cast<const uint8_t*>(write.addresses[i]),
+                 region.frame_bytes(), next);
+            store_record(region.record(frame), write.keys + 32 * i, write.depths[i], write.last_use);
+            written[i] = true;
+        },
+        [&](size_t i) { written[i] = false; });
+    close_frames(region, write.frames, written);
+    return lost;
 }
 
 void touch_frames(const Region& region, Frames frames, uint64_t last_use) {
@@ -134,12 +179,12 @@ void copy_open_frames(const FrameCopy& copy, bool* copied) {
             const uint8_t* key = copy.keys + 32 * i;
             const bool has_key = snapshot_record(copy.source.record(source_frame), key_words(key)) != 0;
             copied[i] = has_key && read_frame(copy.source, source_frame, copy.generations[i],
-                                              copy.target.frame(target_frame));
-            if (!copied[i]) return;
-            store_record(copy.target.record(target_frame), key, copy.depths[i], 0);
-            close_record(copy.target.record(target_frame));
+                                              frame_at(copy.target, target_frame),
+                                              next_frame(copy.source, copy.source_frames, i));
+            if (copied[i]) store_record(copy.target.record(target_frame), key, copy.depths[i], 0);
         },
         [&](size_t i) { copied[i] = false; });
+    close_frames(copy.target, copy.target_frames, copied);
 }
 
 void read_records(const Region& region, const RecordColumns& columns) {
@@ -154,6 +199,15 @@ void read_records(const Region& region, const RecordColumns& columns) {
         const bool is_stable = is_unchanged(record, generation);
         columns.generations[i] = is_stable ? generation : generation | 1;
     });
+}
+
+FrameCounts count_frames(const Region& region) {
+    FrameCounts counts;
+    guarded_all(region.num_frames(), [&](size_t i) {
+        const uint64_t generation = load_relaxed(region.record(static_cast<int32_t>(i)).generation);
+        ++(generation == 0 ? counts.never_written : is_odd(generation) ? counts.odd : counts.readable);
+    });
+    return counts;
 }
 
 }  // namespace cachesvc

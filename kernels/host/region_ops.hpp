@@ -39,6 +39,18 @@ void validate_frames(const Region& region, Frames frames, const uint64_t* genera
 // bytes to be thrown away.
 void read_frames(const Region& region, Frames frames, const uint64_t* generations, const uint64_t* out_addresses,
                  bool* valid);
+// W1 to W4: frame_bytes from addresses[i] of this process into each frame, under keys[i] and depths[i], with streaming
+// stores. written[i] false: the memory of one of the two faulted, the frame stays odd. Returns the frames that another
+// writer moved meanwhile; nothing was written if there are any, and the others stay open.
+struct FrameWrite {
+    const Region& region;
+    Frames frames;
+    const uint64_t* addresses;
+    const uint8_t* keys;
+    const uint32_t* depths;
+    uint64_t last_use;
+};
+std::vector<int32_t> write_frames(const FrameWrite& write, bool* written);
 void touch_frames(const Region& region, Frames frames, uint64_t last_use);
 
 // R1-R4 on `source`, whose frames must be at `generations` with the given keys, and W2 and W4 on open frames of
@@ -64,5 +76,11 @@ struct RecordColumns {
     uint64_t* last_use;
 };
 void read_records(const Region& region, const RecordColumns& columns);
+
+// How many frames are readable, being written (odd), and never written.
+struct FrameCounts {
+    size_t readable = 0, odd = 0, never_written = 0;
+};
+FrameCounts count_frames(const Region& region);
 
 }  // namespace cachesvc

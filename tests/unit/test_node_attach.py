@@ -8,7 +8,7 @@ from cachekernels.region import RegionTooLarge
 
 from cachesvc.client.base import AttachRefused, AttachRequest, Declined, SessionClosed
 from cachesvc.client.inprocess import InProcessClient
-from cachesvc.node import attach
+from cachesvc.node import hand_over
 from cachesvc.node.node import Node
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Decline
@@ -63,14 +63,14 @@ def test_every_differing_field_is_named(node):
 
 
 def test_an_attach_that_was_overtaken_is_refused(node, monkeypatch):
-    grant_region = attach.grant_region
+    create = hand_over.Region.create
 
-    def slowly(asked):
-        monkeypatch.setattr("cachesvc.node.node.grant_region", grant_region)
+    def slowly(num_frames, frame_bytes):
+        monkeypatch.setattr(hand_over.Region, "create", create)
         InProcessClient(node).attach(request())
-        return grant_region(asked)
+        return create(num_frames, frame_bytes)
 
-    monkeypatch.setattr("cachesvc.node.node.grant_region", slowly)
+    monkeypatch.setattr(hand_over.Region, "create", slowly)
     with pytest.raises(AttachRefused, match="page_size"):
         InProcessClient(node).attach(request(replace(IDENTITY, page_size=32)))
 
@@ -104,7 +104,7 @@ def test_a_region_that_does_not_fit_is_refused_with_need_and_have(node, monkeypa
     def too_large(*_):
         raise RegionTooLarge(8 << 30, 4 << 30, 1 << 30, "test")
 
-    monkeypatch.setattr(attach.Region, "create", too_large)
+    monkeypatch.setattr(hand_over.Region, "create", too_large)
     with pytest.raises(AttachRefused, match=r"need 8\.00 GiB, have 4\.00 GiB"):
         InProcessClient(node).attach(request())
     assert node.counters.attaches.value("refused_memory") == 1
