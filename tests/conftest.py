@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.helpers.seaweed import Seaweed
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _stacks_on_crash() -> None:
     faulthandler.enable()
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    """An S3 server for the whole run; tests keep apart by prefixes. Tests that kill it start their own."""
+    from tests.helpers.seaweed import Seaweed  # here, so that other tests need no boto3
+
+    # boto3 would ask the cloud's metadata service for credentials and regions.
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    server = Seaweed(tmp_path_factory.mktemp("seaweed"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()

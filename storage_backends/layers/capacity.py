@@ -179,4 +179,4 @@ def _bounded(inner: Capabilities) -> Capabilities:
         raise ValueError(f"the {inner.name} backend has a capacity of its own: set that one")
     if inner.verifies:
         raise ValueError("the capacity layer counts bytes as stored: it belongs below the checksum layer")
-    return Capabilities(**{**vars(inner), "evicts": True})
+    return Capabilities(**{**vars(inner), "evicts": True, "counted": True})

@@ -30,6 +30,8 @@ class StorageConformance:
 
     object_bytes = 8192
     """Length of the objects in these tests; a multiple of 4096."""
+    concurrent_rounds = 60
+    """How many rounds each of four threads does at once; fewer for a medium where a call takes milliseconds."""
 
     @pytest.fixture
     def backend(self) -> Iterator[StorageBackend]:
@@ -338,7 +340,7 @@ class StorageConformance:
 
         def work(seed: int) -> None:
             random = np.random.default_rng(seed)
-            for _ in range(60):
+            for _ in range(self.concurrent_rounds):
                 which = random.choice(len(ids), size=6, replace=False)
                 asked, own = np.ascontiguousarray(ids[which]), source.take(which)
                 if random.random() < 0.5:

@@ -1,0 +1,42 @@
+"""Each backend's README: its table names every option and no other, and its example runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from storage_backends.file.config import FileConfig
+from storage_backends.memory.config import MemoryConfig
+from storage_backends.s3.config import S3Config
+from tests.helpers.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
+
+ROOT = Path(__file__).parents[2] / "storage_backends"
+OPTIONS = {"file": FileConfig, "memory": MemoryConfig, "s3": S3Config}
+
+
+def readme(backend: str) -> str:
+    return (ROOT / backend / "README.md").read_text()
+
+
+def run_example(backend: str, change: Callable[[str], str] = str) -> None:
+    """The first block of Python, with places changed to those of the test."""
+    block = re.search(r"```python\n(.*?)```", readme(backend), re.DOTALL)
+    assert block is not None
+    exec(compile(change(block[1]), f"{backend}/README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+def test_the_table_names_the_options(backend: str) -> None:
+    rows = re.findall(r"^\| (`[^|]*`) \|", readme(backend), re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(OPTIONS[backend].__dataclass_fields__)
+
+
+def test_s3_example(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its credentials come from the environment."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    run_example("s3", lambda code: code.replace("http://127.0.0.1:8333", seaweed.endpoint))
