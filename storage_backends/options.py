@@ -65,6 +65,15 @@ def path_of(name: str, value: object) -> Path:
     return Path(value).expanduser().absolute()
 
 
+def flag(name: str, value: object) -> bool:
+    """True or false, given as such or as a word."""
+    words = {"true": True, "false": False}
+    text = str(value).lower()
+    if text not in words:
+        raise StorageConfigError(f"{name}={value!r} is neither true nor false")
+    return words[text]
+
+
 def one_of(name: str, value: object, valid: Iterable[str]) -> str:
     """One of a few words."""
     words = list(valid)

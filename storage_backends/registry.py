@@ -21,6 +21,7 @@ BUILT_IN = {
     "file": "storage_backends.file.backend:open_backend",
     "memory": "storage_backends.memory.backend:open_backend",
     "s3": "storage_backends.s3.backend:open_backend",
+    "redis": "storage_backends.redis.backend:open_backend",
 }
 EXTRAS = frozenset({"redis", "s3", "fsspec", "nixl"})
 """Backends whose dependencies are an extra of this distribution, of the same name."""

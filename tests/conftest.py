@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from tests.helpers.redis_servers import Server
     from tests.helpers.seaweed import Seaweed
 
 
@@ -31,3 +32,21 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[Server]:
+    """One server for all tests that do not harm it; each uses a prefix of its own."""
+    from tests.helpers.redis_servers import valkey  # here, so that other tests need no redis
+
+    with valkey() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey_cluster() -> Iterator[list[Server]]:
+    """Three primaries, likewise."""
+    from tests.helpers.redis_servers import cluster
+
+    with cluster() as members:
+        yield members

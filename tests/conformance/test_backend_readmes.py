@@ -10,11 +10,18 @@ import pytest
 
 from storage_backends.file.config import FileConfig
 from storage_backends.memory.config import MemoryConfig
+from storage_backends.redis import config as redis_config
 from storage_backends.s3.config import S3Config
+from tests.helpers.redis_servers import Server
 from tests.helpers.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
 
 ROOT = Path(__file__).parents[2] / "storage_backends"
-OPTIONS = {"file": FileConfig, "memory": MemoryConfig, "s3": S3Config}
+OPTIONS = {
+    "file": [*FileConfig.__dataclass_fields__],
+    "memory": [*MemoryConfig.__dataclass_fields__],
+    "redis": [*redis_config.OPTIONS],
+    "s3": [*S3Config.__dataclass_fields__],
+}
 
 
 def readme(backend: str) -> str:
@@ -32,7 +39,7 @@ def run_example(backend: str, change: Callable[[str], str] = str) -> None:
 def test_the_table_names_the_options(backend: str) -> None:
     rows = re.findall(r"^\| (`[^|]*`) \|", readme(backend), re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(named) == sorted(OPTIONS[backend].__dataclass_fields__)
+    assert sorted(named) == sorted(OPTIONS[backend])
 
 
 def test_s3_example(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,3 +47,7 @@ def test_s3_example(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
     run_example("s3", lambda code: code.replace("http://127.0.0.1:8333", seaweed.endpoint))
+
+
+def test_redis_example(valkey_server: Server) -> None:
+    run_example("redis", lambda code: code.replace("redis://127.0.0.1:6379", valkey_server.tcp_url))

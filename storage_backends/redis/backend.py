@@ -1,0 +1,410 @@
+"""Objects as values of a Redis or Valkey server, or of a cluster of them.
+
+DESIGN. A put goes: which keys are there already (EXISTS), values to temporary names straight from the caller's memory
+(SET, with a time to live), the guard, RENAMENX. So nothing is visible before the guard has been asked, a name holds a
+whole object or none, the first of two writers wins, and what a writer leaves behind when it dies vanishes by itself. No
+script is needed, so a server that denies EVAL serves as well as any other.
+
+A batch is split by server, and large parts over several connections. What one piece meets ends that piece only: its
+objects get the outcome the error stands for. See wire.py for how bytes move,
+topology.py for who has which key.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import hiredis
+import numpy as np
+from numpy.typing import NDArray
+
+from storage_backends.base import (
+    Capabilities,
+    Guard,
+    ObjectIds,
+    Outcome,
+    Outcomes,
+    ScanBatch,
+    Segments,
+    StorageBackend,
+    Usage,
+    check_batch,
+    outcomes,
+)
+from storage_backends.errors import StorageConfigError, StorageError, StorageFailed, StorageUnavailable
+from storage_backends.in_flight import InFlight
+from storage_backends.redis.config import RedisConfig
+from storage_backends.redis.names import Names, argument, check_ids, command, words
+from storage_backends.redis.replies import MOVED, PENDING, is_error, outcome_of
+from storage_backends.redis.topology import Part, open_topology
+from storage_backends.redis.wire import Buffer, Reply, Wire
+from storage_backends.segment_views import starts_alike, views
+from storage_backends.workers import Workers
+
+CAPABILITIES = Capabilities(
+    name="redis",
+    alignment_bytes=1,
+    header_bytes=128,
+    index_answers=False,
+    persistent=True,
+    shared=True,
+    evicts=False,
+    verifies=False,
+    scattered=True,
+    counted=False,
+    remote=True,
+)
+MAX_VALUE_BYTES = 512 * 2**20
+"""The server's own limit."""
+
+_TEMPORARY_MS = 60_000
+_PIECE_BYTES = 2 * 2**20  # less is not worth another connection
+_WINDOW_BYTES = 8 * 2**20  # values asked for and not yet received, of one connection
+_NUM_THREADS = 16
+_ROUNDS = 3  # a key moves at most so often within one call
+_SCAN_COUNT = 1000
+
+Work = Callable[[Wire, NDArray[np.intp], Outcomes], None]
+"""Does one exchange for these positions of the batch and writes their outcomes into the batch's."""
+
+
+def open_backend(options: Mapping[str, object]) -> RedisBackend:
+    """Entry point `redis` of `cachesvc.storage_backends`. Raises StorageConfigError when the server cannot be reached
+    or refuses us."""
+    config = RedisConfig.parse(options)
+    backend = RedisBackend(config)
+    if config.checks_at_start:
+        try:
+            backend.check()
+        except StorageError as error:
+            backend.close()
+            raise StorageConfigError(f"url: {backend.place()}: {error}") from error
+    return backend
+
+
+class RedisBackend(StorageBackend):
+    """One value per object, in servers that any number of nodes share. Opening does no I/O."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        self._config = config
+        self._names = Names(config.prefix)
+        self._topology = open_topology(config)
+        self._workers = Workers("storage-redis", _NUM_THREADS)
+        self._calls = InFlight("redis")
+        self._lock = threading.Lock()
+        self._temporaries_left = 0
+        self._dropped = 0
+        ttl_ms = _TEMPORARY_MS if config.ttl_s is None else config.ttl_s * 1000
+        self._set_end = b"\r\n" + words(b"PX", b"%d" % ttl_ms)
+
+    def check(self) -> None:
+        """Raises StorageError unless every server can be reached and lets us in."""
+        with self._calls.call():
+            self._topology.check()
+
+    def capabilities(self) -> Capabilities:
+        return CAPABILITIES
+
+    def contains(self, ids: ObjectIds) -> Outcomes:
+        check_ids(ids)
+        with self._calls.call():
+            return self._contains(ids)
+
+    def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
+        check_ids(ids)
+        check_batch(ids, segments)
+        lengths = segments.object_lengths()
+        keys = self._names.keys(ids)
+        window = max(1, int(_WINDOW_BYTES // max(1, int(lengths.max(initial=1)))))
+
+        def get(wire: Wire, which: NDArray[np.intp], result: Outcomes) -> None:
+            asked = command(b"*2\r\n" + words(b"GET"), *argument(keys[which]))
+            wire.send_rows(asked[:window])
+            for place, i in enumerate(which):
+                if place % window == 0 and place + window < len(which):
+                    # The server reads the next window from its medium, memory, while this one is received.
+                    wire.send_rows(asked[place + window : place + 2 * window])
+                result[i] = _got(wire.value_into(views(segments, i)), int(lengths[i]))
+
+        with self._calls.call():
+            return self._spread(ids, get, lengths)
+
+    def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
+        check_ids(ids)
+        check_batch(ids, segments)
+        with self._calls.call():
+            there = self._contains(ids)
+            result = np.where(there == Outcome.OK, Outcome.EXISTS, there).astype(np.uint8)
+            result[(there == Outcome.MISS) & (segments.object_lengths() > MAX_VALUE_BYTES)] = Outcome.TOO_LARGE
+            wanted = np.flatnonzero(result == Outcome.MISS)
+            if len(wanted):
+                result[wanted] = self._put(ids[wanted], segments.take(wanted), _chosen(guard, wanted))
+            return result
+
+    def _put(self, ids: ObjectIds, segments: Segments, guard: Guard | None) -> Outcomes:
+        keys = self._names.keys(ids)
+        temporary = self._names.temporary(keys)
+        result = self._set(ids, segments, temporary)
+        written = result == Outcome.OK
+        if not written.any():
+            return result
+        left = written
+        try:
+            kept = written if guard is None else written & guard()
+            left = written & ~kept
+            result[left] = Outcome.CHANGED
+            result[kept] = self._rename(ids, temporary, keys, np.flatnonzero(kept))
+            left = written & ~np.isin(result, (Outcome.OK, Outcome.UNAVAILABLE, Outcome.TIMEOUT))
+        finally:
+            self._forget(ids, temporary, np.flatnonzero(left))
+        return result
+
+    def _set(self, ids: ObjectIds, segments: Segments, temporary: NDArray[np.uint8]) -> Outcomes:
+        """Values under their temporary names."""
+        lengths = segments.object_lengths()
+        heads = command(b"*5\r\n" + words(b"SET"), *argument(temporary))
+
+        def put(wire: Wire, which: NDArray[np.intp], result: Outcomes) -> None:
+            buffers: list[Buffer] = []
+            for i in which:
+                buffers += [heads[i].tobytes() + b"$%d\r\n" % lengths[i], *views(segments, i), self._set_end]
+            wire.send(buffers)
+            result[which] = [Outcome.OK if reply == b"OK" else outcome_of(reply) for reply in wire.replies(len(which))]
+
+        return self._spread(ids, put, lengths)
+
+    def _rename(
+        self, ids: ObjectIds, temporary: NDArray[np.uint8], keys: NDArray[np.uint8], which: NDArray[np.intp]
+    ) -> Outcomes:
+        """Temporary objects at `which` become visible, where nobody was faster."""
+        sources, targets = temporary[which], keys[which]
+
+        def rename(wire: Wire, some: NDArray[np.intp], result: Outcomes) -> None:
+            wire.send_rows(command(b"*3\r\n" + words(b"RENAMENX"), *argument(sources[some]), *argument(targets[some])))
+            result[some] = _flagged(wire, len(some), yes=Outcome.OK, no=Outcome.EXISTS)
+            renamed = some[result[some] == Outcome.OK]
+            if self._config.ttl_s is None and len(renamed):
+                # Only what we renamed: the time to live of another writer's object is not ours to remove.
+                wire.send_rows(command(b"*2\r\n" + words(b"PERSIST"), *argument(targets[renamed])))
+                result[renamed] = _flagged(wire, len(renamed), yes=Outcome.OK, no=Outcome.OK)
+
+        return self._spread(np.ascontiguousarray(ids[which]), rename)
+
+    def _forget(self, ids: ObjectIds, temporary: NDArray[np.uint8], which: NDArray[np.intp]) -> None:
+        """Remove temporary objects; those that cannot be removed vanish by themselves."""
+
+        def unlink(wire: Wire, some: NDArray[np.intp], result: Outcomes) -> None:
+            wire.send_rows(command(b"*2\r\n" + words(b"UNLINK"), *argument(temporary[which[some]])))
+            result[some] = _flagged(wire, len(some), yes=Outcome.OK, no=Outcome.MISS)
+
+        if not len(which):
+            return
+        try:
+            result, _, _ = self._settled(np.ascontiguousarray(ids[which]), unlink, None)
+            left = int((~np.isin(result, (Outcome.OK, Outcome.MISS))).sum())
+        except StorageError:
+            left = len(which)
+        with self._lock:
+            self._temporaries_left += left
+
+    def delete(self, ids: ObjectIds) -> Outcomes:
+        check_ids(ids)
+        keys = self._names.keys(ids)
+
+        def unlink(wire: Wire, which: NDArray[np.intp], result: Outcomes) -> None:
+            wire.send_rows(command(b"*2\r\n" + words(b"UNLINK"), *argument(keys[which])))
+            result[which] = _flagged(wire, len(which), yes=Outcome.OK, no=Outcome.MISS)
+
+        with self._calls.call():
+            return self._spread(ids, unlink)
+
+    def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
+        """-1 also for a key that holds something else than a value."""
+        check_ids(ids)
+        keys = self._names.keys(ids)
+        found = np.full(len(ids), -1, dtype=np.int64)
+
+        def measure(wire: Wire, which: NDArray[np.intp], result: Outcomes) -> None:
+            # STRLEN alone does not tell an empty value from none.
+            for name in (b"EXISTS", b"STRLEN"):
+                wire.send_rows(command(b"*2\r\n" + words(name), *argument(keys[which])))
+            replies = wire.replies(2 * len(which))
+            for i, there, length in zip(which, replies[: len(which)], replies[len(which) :], strict=True):
+                refused = there if is_error(there) else length
+                result[i] = outcome_of(refused) if is_error(refused) else Outcome.OK
+                if result[i] == Outcome.OK and there:
+                    found[i] = int(str(length))
+
+        with self._calls.call():
+            result = self._spread(ids, measure)
+        if not np.isin(result, (Outcome.OK, Outcome.UNSUPPORTED)).all():
+            raise StorageUnavailable("some servers did not say what they have", ids=len(ids))
+        return found
+
+    def set_aside(self, ids: ObjectIds, seen: Segments) -> Outcomes:
+        """The server keeps nothing for inspection: an object set aside is removed."""
+        check_ids(ids)
+        check_batch(ids, seen)
+        keys = self._names.keys(ids)
+
+        def take_out(wire: Wire, which: NDArray[np.intp], result: Outcomes) -> None:
+            for i in which:
+                result[i] = _removed_if_seen(wire, keys[i : i + 1], views(seen, i))
+
+        with self._calls.call():
+            return self._spread(ids, take_out)
+
+    def scan(self) -> Iterator[ScanBatch]:
+        """An object may be listed twice while the server's table grows or a slot moves."""
+        with self._calls.call():
+            servers = self._topology.servers()
+        for server in servers:
+            cursor = b"0"
+            while True:
+                with self._calls.call():
+                    asked = words(b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", b"%d" % _SCAN_COUNT)
+                    cursor, ids = self._listed(server.ask(b"*6\r\n" + asked))
+                if len(ids):
+                    lengths = self.sizes(ids)
+                    there = lengths >= 0
+                    yield ScanBatch(ids[there], lengths[there], np.zeros(int(there.sum()), dtype=np.int64))
+                if cursor == b"0":
+                    break
+
+    def _listed(self, reply: Reply) -> tuple[bytes, ObjectIds]:
+        if not isinstance(reply, list) or len(reply) != 2:
+            raise StorageFailed("SCAN was answered by something else", reply=repr(reply)[:100])
+        cursor, keys = reply
+        return cursor, self._names.ids_of(list(dict.fromkeys(keys)))
+
+    def place(self) -> str:
+        scheme = "rediss" if self._config.uses_tls else "redis"
+        return f"{scheme}://{','.join(map(str, self._config.addresses))}/{self._config.db}"
+
+    def usage(self) -> Usage:
+        """Nobody counts: other nodes write here, and objects vanish by themselves."""
+        return Usage(used_bytes=0, reserved_bytes=0, capacity_bytes=0, objects=0)
+
+    def tallies(self) -> Mapping[str, int]:
+        """redis_temporaries_left: objects never shown that could not be removed; they vanish within a minute.
+        redis_connections_dropped: after an error, with the request that was on them."""
+        return {"redis_temporaries_left": self._temporaries_left, "redis_connections_dropped": self._dropped}
+
+    def close(self) -> None:
+        if self._calls.close():
+            self._workers.close()
+            self._topology.close()
+
+    def _contains(self, ids: ObjectIds) -> Outcomes:
+        keys = self._names.keys(ids)
+
+        def ask(wire: Wire, which: NDArray[np.intp], result: Outcomes) -> None:
+            wire.send_rows(command(b"*2\r\n" + words(b"EXISTS"), *argument(keys[which])))
+            result[which] = _flagged(wire, len(which), yes=Outcome.OK, no=Outcome.MISS)
+
+        return self._spread(ids, ask)
+
+    def _spread(self, ids: ObjectIds, work: Work, lengths: NDArray[np.int64] | None = None) -> Outcomes:
+        """`work` wherever the objects are. lengths: bytes each of them moves, if any. Raises the first error when it
+        left no object answered."""
+        result, errors, was_answered = self._settled(ids, work, lengths)
+        if errors and not was_answered:
+            raise errors[0]
+        return result
+
+    def _settled(
+        self, ids: ObjectIds, work: Work, lengths: NDArray[np.int64] | None
+    ) -> tuple[Outcomes, list[StorageError], bool]:
+        """Outcomes, what was raised, and whether any outcome comes from a server."""
+        result = outcomes(len(ids), PENDING)  # type: ignore[arg-type]
+        errors: list[StorageError] = []
+        num_unanswered = 0
+        left = np.arange(len(ids))
+        for _ in range(_ROUNDS):
+            if not len(left):
+                break
+            result[left] = PENDING
+            for piece, error in self._run(self._pieces(ids, left, lengths), work, result):
+                errors.append(error)
+                silent = piece.which[np.isin(result[piece.which], (PENDING, MOVED))]
+                result[silent] = error.outcome
+                num_unanswered += len(silent)
+            left = np.flatnonzero(result == MOVED)
+            if len(left):
+                self._topology.moved()
+        result[left] = Outcome.UNAVAILABLE
+        if any(error.transient for error in errors):
+            self._topology.unreachable()
+        return result, errors, num_unanswered < len(ids)
+
+    def _pieces(self, ids: ObjectIds, left: NDArray[np.intp], lengths: NDArray[np.int64] | None) -> list[Part]:
+        pieces = []
+        for part in self._topology.parts(ids, left):
+            num_bytes = 0 if lengths is None else int(lengths[part.which].sum())
+            most = min(self._config.connections, len(part.which))
+            count = max(1, min(most, num_bytes // _PIECE_BYTES))
+            pieces += [Part(part.server, which) for which in np.array_split(part.which, count)]
+        return pieces
+
+    def _run(self, pieces: list[Part], work: Work, result: Outcomes) -> list[tuple[Part, StorageError]]:
+        """All pieces at once. Returns those that failed; ends when all have ended."""
+        failed: list[tuple[Part, StorageError]] = []
+
+        def one(number: int) -> None:
+            piece = pieces[number]
+            try:
+                with piece.server.exchange() as wire:
+                    work(wire, piece.which, result)
+            except StorageError as error:
+                with self._lock:
+                    self._dropped += 1
+                    failed.append((piece, error))
+
+        if len(pieces) == 1:
+            one(0)
+        else:
+            self._workers.each(range(len(pieces)), one)
+        return failed
+
+
+def _chosen(guard: Guard | None, which: NDArray[np.intp]) -> Guard | None:
+    """The guard of these objects of a batch."""
+    return None if guard is None else lambda: guard()[which]
+
+
+def _flagged(wire: Wire, count: int, *, yes: Outcome, no: Outcome) -> Outcomes:
+    """Outcomes of `count` replies that should be 1 or 0."""
+    replies = wire.flags(count)
+    if isinstance(replies, np.ndarray):
+        return np.where(replies, yes, no).astype(np.uint8)
+    found = [(no, yes)[reply] if reply in (0, 1) else outcome_of(reply) for reply in replies]
+    return np.array(found, dtype=np.uint8)
+
+
+def _got(reply: int | hiredis.ReplyError, length: int) -> int:
+    if not isinstance(reply, int):
+        return outcome_of(reply)
+    if reply < 0:
+        return Outcome.MISS
+    return Outcome.OK if reply == length else Outcome.CORRUPT
+
+
+def _removed_if_seen(wire: Wire, key: NDArray[np.uint8], seen: list[memoryview]) -> int:
+    """Remove a value that still begins as what was seen, by an optimistic transaction."""
+    wire.send_rows(command(b"*2\r\n" + words(b"WATCH"), *argument(key)))
+    (watched,) = wire.replies(1)
+    if is_error(watched):
+        return outcome_of(watched)
+    wire.send_rows(command(b"*2\r\n" + words(b"GET"), *argument(key)))
+    found = bytearray(sum(len(part) for part in seen))
+    length = wire.value_into([memoryview(found)])
+    if not isinstance(length, int) or length < 0 or not starts_alike(seen, bytes(found[:length])):
+        wire.send([b"*1\r\n" + words(b"UNWATCH")])
+        wire.replies(1)
+        return Outcome.MISS if length == -1 else Outcome.CHANGED
+    wire.send([b"*1\r\n" + words(b"MULTI")])
+    wire.send_rows(command(b"*2\r\n" + words(b"UNLINK"), *argument(key)))
+    wire.send([b"*1\r\n" + words(b"EXEC")])
+    done = wire.replies(3)[2]
+    return outcome_of(done) if is_error(done) else Outcome.CHANGED if done is None else Outcome.OK
