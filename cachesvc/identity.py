@@ -89,3 +89,12 @@ def scope_digest(*, tenant: str = "", adapter_digest: bytes = b"", salt: str = "
     if not tenant and not adapter_digest and not salt:
         return NO_SCOPE
     return hashlib.sha256(b"cs1/scope" + encode_value((tenant, adapter_digest, salt))).digest()
+
+
+def store_digests(tenant: str, namespace: str, page_bytes: int) -> tuple[bytes, bytes]:
+    """Namespace and scope, 32 bytes each, under which node-managed memory wraps the keys that its clients give it.
+
+    The node wraps them itself, so that no client can name a page of another tenant, whatever keys it sends.
+    """
+    named = encode_value((namespace, page_bytes))
+    return hashlib.sha256(b"cs1/store" + named).digest(), scope_digest(tenant=tenant)

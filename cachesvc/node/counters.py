@@ -11,6 +11,7 @@ from cachesvc.outcomes import (
     AttachResult,
     Decline,
     Direction,
+    ManagedVerb,
     OpEnd,
     PageSource,
     RegionDrop,
@@ -78,6 +79,18 @@ class NodeCounters:
         )
         self.store_retries = counter("cachesvc_store_retries_total", "Slices stored again after a transient outcome")
         self.published = counter("cachesvc_published_pages_total", "Pages that entered the index")
+        self.managed_pages = counter(
+            "cachesvc_managed_pages_total",
+            "Pages asked of node-managed memory",
+            verb=names(list(ManagedVerb)),
+            outcome=OUTCOMES,
+        )
+        self.managed_evictions = counter(
+            "cachesvc_managed_evicted_pages_total", "Pages that left node-managed memory for others"
+        )
+        self.managed_conflicts = counter(
+            "cachesvc_managed_conflicts_total", "Frames of node-managed memory that a client wrote without a grant"
+        )
         self.worker_exceptions = counter("cachesvc_worker_exceptions_total", "Steps that raised")
         self.tier_pages = counter(
             "cachesvc_tier_pages_total",

@@ -25,11 +25,12 @@ from cachesvc.node.flights import Flights
 from cachesvc.node.hand_over import HandOver
 from cachesvc.node.kept import KeptRegions
 from cachesvc.node.lookup import ProbeOp, num_known
+from cachesvc.node.managed import ManagedMemory
 from cachesvc.node.parts import NodeOptions, Parts
 from cachesvc.node.prefetch import PrefetchOp
 from cachesvc.node.promotion import Promotions
 from cachesvc.node.regions import SharedPages
-from cachesvc.node.sessions import NO_PEER, Grant, Session
+from cachesvc.node.sessions import NO_PEER, FrameSession, Grant, Session
 from cachesvc.node.tiers import Tier, TierChain
 from cachesvc.node.workers import ManualPool, ThreadPool
 from cachesvc.outcomes import AttachResult, Decline, OpEnd, RegionDrop, Verb
@@ -91,6 +92,7 @@ class Node:
             options=self.options,
         )
         self._hand_over = HandOver(self._parts, self._roster)
+        self.managed = ManagedMemory(self._parts, self._hand_over.new_region, self._ids)
         self._add_gauges()
 
     @property
@@ -208,6 +210,7 @@ class Node:
         is often enough."""
         self._hand_over.prove_deaths()
         self._hand_over.drop_expired()
+        self.managed.tick()
 
     def health(self) -> Health:
         """From progress, not from threads being alive."""
@@ -244,6 +247,9 @@ class Node:
             if not session.is_lost:
                 self._drain(session, deadline_s)
             self.detach(session)
+        for slab in self.managed.slabs():
+            self._drain(slab, deadline_s)
+        self.managed.close()
         stuck = self._parts.pool.close(deadline_s, self._parts.tiers.close)
         if stuck:
             logger.error("%d workers are stuck in a tier and were left behind", stuck)
@@ -307,7 +313,7 @@ class Node:
         self._counters.declined.inc(1, verb, reason)
         return Declined(reason)
 
-    def _drain(self, session: Session, deadline_s: float) -> int:
+    def _drain(self, session: FrameSession, deadline_s: float) -> int:
         with self._parts.state:
             session.is_draining = True
             for op in session.unfinished():
@@ -330,6 +336,9 @@ class Node:
         add_labelled("cachesvc_frames", "Frames of all regions, by what the node does with them", "state", self._frames)
         add_labelled("cachesvc_waiting", "Ops and lanes waiting for a worker", "kind", parts.pool.waiting)
         add_labelled("cachesvc_tier_used_bytes", "Space used by each tier", "tier", self._tier_usage)
+        add("cachesvc_store_sessions", "Clients of node-managed memory", self.managed.num_sessions)
+        add("cachesvc_managed_bytes", "Memory of all slabs", self.managed.used_bytes)
+        add_labelled("cachesvc_managed_frames", "Frames of all slabs by state", "state", self.managed.frames)
         add("cachesvc_ready", "1 while the node makes progress", lambda: float(self.health().is_ready))
 
     def _frames(self) -> dict[str, float]:

@@ -118,7 +118,7 @@ class PageOp(Op):
         """The slice that ran has these outcomes for the next pages; the op goes on, unless something says that it
         ends."""
         self.answer(results)
-        if (results > Outcome.EXISTS).any():
+        if self.is_fatal(results):
             self.finish(OpEnd.BAD_PAGE)
         elif self.answered == len(self):
             self.finish(OpEnd.COMPLETED)
@@ -126,6 +126,10 @@ class PageOp(Op):
             self.finish(self.given_up)
         else:
             self.state = OpState.QUEUED
+
+    def is_fatal(self, results: Outcomes) -> bool:
+        """Whether these outcomes end the op: a page that is not had makes those behind it worthless."""
+        return bool((results > Outcome.EXISTS).any())
 
     def finish(self, reason: OpEnd) -> None:
         self.end = reason

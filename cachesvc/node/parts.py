@@ -28,6 +28,9 @@ class NodeOptions:
     store_retry_s: float = 0.25  # before the second attempt; doubles with each further one
     max_throttled_s: float = 60.0  # that a slice waits for a tier which takes no writes yet
     max_promoted_pages: int = 1024  # of the node, that may wait to be written to a faster tier
+    managed_bytes: int = 0  # of the node: memory that it manages itself, for all tenants together
+    managed_tenant_bytes: int | None = None  # of it, for one tenant; default: all
+    managed_max_keys: int = 4096  # in one call of a client of it
     stuck_after_s: float = 10.0  # a slice that runs longer counts against readiness
     keep_regions_s: float = 0.0  # how long the region of an engine that went waits for its successor; 0: not at all
     resume_wait_s: float = 2.0  # how long an attach waits for ops of the session before it

@@ -1,0 +1,299 @@
+"""What a client of node-managed memory has asked for and not given back: grants of frames, and reads.
+
+NOTE: every method is called with the node's state lock held, apart from `take_events`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from cachekernels.pages import object_ids
+from numpy.typing import NDArray
+
+from cachesvc.node.events import EventSource
+from cachesvc.node.slab_ops import DeleteOp, FillOp, ProbeOp
+from cachesvc.outcomes import ManagedVerb, OpEnd
+from storage_backends.base import Outcome, Outcomes, outcomes
+
+if TYPE_CHECKING:
+    from cachesvc.node.store_sessions import StoreSession
+
+I32 = NDArray[np.int32]
+U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+Bools = NDArray[np.bool_]
+Keys = NDArray[np.uint8]
+
+
+def distinct(keys: Keys, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Those of `rows`, ascending, whose key no row before them has."""
+    _, first = np.unique(keys[rows].view("V32").ravel(), return_index=True)
+    return rows[np.sort(first)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reserved:
+    """OK where a frame is granted, EXISTS where the page is there, else why there is no frame. `frames`: of each
+    OK."""
+
+    call: int
+    outcomes: Outcomes
+    frames: I32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Committed:
+    """For each frame that was granted: OK, EXISTS (another client was faster), or CHANGED: it does not hold its
+    page."""
+
+    call: int
+    outcomes: Outcomes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """`frames` and `generations` of each page that is OK, until they are released. With none, nothing is held."""
+
+    call: int
+    outcomes: Outcomes
+    frames: I32
+    generations: U64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """OK or MISS for each key."""
+
+    call: int
+    outcomes: Outcomes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deleted:
+    """OK where the page was, MISS where there was none, else why a tier could not be asked."""
+
+    call: int
+    outcomes: Outcomes
+
+
+Answer = Reserved | Committed | Found | Held | Deleted
+
+
+class OneAnswer(EventSource[Answer]):
+    """An answer on its way to its client."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def take_events(self) -> list[Answer]:
+        return [self._answer]
+
+
+class Request(ABC):
+    """Something a client has asked for and not given back."""
+
+    def __init__(self, session: StoreSession, call: int) -> None:
+        self.session = session
+        self.call = call
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """The client has gone, or wants it no longer: no answer follows, nothing is held for it."""
+
+    def num_frames(self) -> int:
+        """Frames that cannot be used for anything else because of it."""
+        return 0
+
+
+class Grant(Request):
+    """Frames that a client may write: n keys (the node's), frames, depths."""
+
+    def __init__(self, session: StoreSession, call: int, keys: Keys, frames: I32, depths: U32) -> None:
+        super().__init__(session, call)
+        self.keys, self.frames, self.depths = keys, frames, depths
+
+    def give_up(self) -> None:
+        self.session.slab.give_back(self.frames)
+
+    def num_frames(self) -> int:
+        return len(self.frames)
+
+    def commit(self, written: Bools) -> Outcomes:
+        """Takes the frames back. Those that hold their pages can be found now, and are on their way to storage."""
+        slab = self.session.slab
+        results = outcomes(len(self.frames), Outcome.CHANGED)
+        # The directory is the client's word: a frame whose record shows another key holds another page.
+        is_good = written & (slab.region.snapshot(self.frames, self.keys) != 0)
+        slab.give_back(self.frames[~is_good])
+        good = np.flatnonzero(is_good)
+        is_new = slab.keep(self.keys[good], self.frames[good], self.depths[good])
+        results[good] = np.where(is_new, Outcome.OK, Outcome.EXISTS)
+        kept = good[is_new]
+        self.session.save(self.keys[kept], self.frames[kept], self.depths[kept])
+        return results
+
+
+class Lookup(Request):
+    """Which of n keys can be had; asks the media where memory does not tell."""
+
+    verb = ManagedVerb.CONTAINS
+    probe: ProbeOp | None = None
+
+    def __init__(self, session: StoreSession, call: int, keys: Keys, depths: U32) -> None:
+        super().__init__(session, call)
+        self.keys, self.depths = keys, depths
+        self.outcomes = outcomes(len(keys), Outcome.MISS)
+        self.is_over = False
+
+    def start(self) -> None:
+        """Answers what memory knows, and asks for the rest."""
+        frames, _ = self.session.slab.find(self.keys)
+        self.outcomes[frames >= 0] = Outcome.OK
+        missing = np.flatnonzero(frames < 0)
+        self.look_below(missing)
+
+    def look_below(self, rows: NDArray[np.intp]) -> None:
+        """Asks the tiers, and other regions, for the pages of `rows`."""
+        parts = self.session.slab.parts
+        keys = np.ascontiguousarray(self.keys[rows])
+        held = parts.pages.held(keys)
+        if not held.all():
+            held |= parts.tiers.known(object_ids(keys))
+        unknown = rows[~held]
+        if not len(unknown) or not parts.tiers.must_probe:
+            self.below(rows[held])
+            return
+
+        def probed(results: Outcomes) -> None:
+            self.probe = None
+            if not self.is_over:
+                self.outcomes[unknown] = results
+                self.below(np.sort(np.concatenate([rows[held], unknown[results == Outcome.OK]])))
+
+        self.probe = ProbeOp(self.session.next_op(), self.session.slab, self.keys[unknown], probed)
+        self.session.slab.submit(self.probe)
+
+    def below(self, rows: NDArray[np.intp]) -> None:
+        """The pages of `rows` are below."""
+        self.outcomes[rows] = Outcome.OK
+        self.end(Held(self.call, self.outcomes))
+
+    def end(self, answer: Found | Held) -> None:
+        """Tells the client."""
+        self.is_over = True
+        self.session.answered(self.call, self.verb, answer)
+
+    def give_up(self) -> None:
+        self.is_over = True
+        if self.probe is not None:
+            self.probe.give_up(OpEnd.CANCELLED)
+
+
+class Read(Lookup):
+    """Pages to be read by a client. Each frame found is held until the client gives the read back."""
+
+    verb = ManagedVerb.GET
+    fill: FillOp | None = None
+
+    def __init__(self, session: StoreSession, call: int, keys: Keys, depths: U32) -> None:
+        super().__init__(session, call, keys, depths)
+        self.frames = np.full(len(keys), -1, np.int32)
+        self.generations = np.zeros(len(keys), np.uint64)
+        self._filled: NDArray[np.intp] = np.empty(0, np.intp)
+        self._num_filling = 0
+
+    def num_frames(self) -> int:
+        return int(np.count_nonzero(self.frames >= 0)) + self._num_filling
+
+    def start(self) -> None:
+        self._hold(np.arange(len(self.keys)))
+        self.session.slab.table.touch(self.frames[self.frames >= 0])
+        missing = np.flatnonzero(self.frames < 0)
+        if len(missing):
+            self.look_below(missing)
+        else:
+            self.below(missing)
+
+    def below(self, rows: NDArray[np.intp]) -> None:
+        slab = self.session.slab
+        wanted = distinct(self.keys, rows)
+        frames = slab.take(len(wanted))
+        self.outcomes[rows] = Outcome.NO_SPACE
+        if not len(frames):
+            self._end()
+            return
+        self._filled, self._num_filling = wanted[: len(frames)], len(frames)
+        keys, depths = self.keys[self._filled], self.depths[self._filled]
+        self.fill = FillOp(self.session.next_op(), slab, keys, frames, depths, self)
+        slab.lend(frames)
+        slab.submit(self.fill)
+
+    def filled(self, first: int, results: Outcomes) -> None:
+        """Pages [first, first + len(results)) of the fill have arrived, or not."""
+        self._num_filling -= len(results)
+        if not self.is_over:
+            rows = self._filled[first : first + len(results)]
+            self.outcomes[rows] = results
+            self._hold(rows[results == Outcome.OK])
+
+    def fill_ended(self) -> None:
+        """Every page has been answered."""
+        self.fill = None
+        if not self.is_over:
+            self._end()
+
+    def give_up(self) -> None:
+        super().give_up()
+        self.session.slab.table.release(self.frames[self.frames >= 0])
+        self.frames[:] = -1
+        if self.fill is not None:
+            self.fill.give_up(OpEnd.CANCELLED)
+
+    def _hold(self, rows: NDArray[np.intp]) -> None:
+        """Takes a reference to each page of `rows` that is in the slab."""
+        frames, generations = self.session.slab.find(self.keys[rows])
+        is_there = frames >= 0
+        self.frames[rows], self.generations[rows] = frames, generations
+        self.outcomes[rows[is_there]] = Outcome.OK
+        self.session.slab.table.hold(frames[is_there])
+
+    def _end(self) -> None:
+        self._repeat()
+        good = self.frames >= 0
+        if not good.any():
+            self.session.holds_nothing(self.call)
+        self.end(Found(self.call, self.outcomes, self.frames[good], self.generations[good]))
+
+    def _repeat(self) -> None:
+        """A key that was asked for several times was read once: its other rows get the same answer."""
+        _, first, which = np.unique(self.keys.view("V32").ravel(), return_index=True, return_inverse=True)
+        self.outcomes = self.outcomes[first[which]]
+        self._hold(np.flatnonzero((self.frames < 0) & (self.outcomes == Outcome.OK)))
+
+
+class Deletion(Request):
+    """Pages that are leaving slab and tiers."""
+
+    def __init__(self, session: StoreSession, call: int, keys: Keys) -> None:
+        super().__init__(session, call)
+        self._keys = keys
+        self._was_there: Bools = np.zeros(len(keys), np.bool_)
+
+    def start(self) -> None:
+        """Takes the pages out of sight; workers ask the tiers."""
+        slab = self.session.slab
+        self._was_there = slab.drop(self._keys)
+        if not slab.parts.tiers.can_write:
+            self._done(outcomes(len(self._keys), Outcome.MISS))
+            return
+        slab.submit(DeleteOp(self.session.next_op(), slab, self._keys, self._done))
+
+    def give_up(self) -> None:
+        """What was begun is finished: a page that is half deleted would come back."""
+
+    def _done(self, results: Outcomes) -> None:
+        results[(results == Outcome.MISS) & self._was_there] = Outcome.OK
+        self.session.answered(self.call, ManagedVerb.DELETE, Deleted(self.call, results))

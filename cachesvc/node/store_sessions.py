@@ -1,0 +1,264 @@
+"""Store sessions: one client of node-managed memory, and what it may do.
+
+A verb takes the number of the call; its answer comes from `events.poll()`, at once where nothing has to be waited for.
+What a call took (frames to write, pages to read) is the client's until it gives it back, or leaves, or is lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from cachekernels.pages import wrap_hashes
+from numpy.typing import NDArray
+
+from cachesvc.identity import store_digests
+from cachesvc.node.arguments import check_keys
+from cachesvc.node.counters import count_outcomes
+from cachesvc.node.events import EventQueue
+from cachesvc.node.sessions import NO_PEER
+from cachesvc.node.slab_ops import SaveOp
+from cachesvc.node.slabs import Slab, Suspect
+from cachesvc.node.store_requests import (
+    Answer,
+    Committed,
+    Deleted,
+    Deletion,
+    Found,
+    Grant,
+    Held,
+    Lookup,
+    OneAnswer,
+    Read,
+    Request,
+    Reserved,
+    distinct,
+)
+from cachesvc.outcomes import ManagedVerb, Reject, Unsaved
+from storage_backends.base import Outcome, Outcomes, outcomes
+
+I32 = NDArray[np.int32]
+U32 = NDArray[np.uint32]
+Bools = NDArray[np.bool_]
+Keys = NDArray[np.uint8]
+
+NO_FRAMES = np.empty(0, np.int32)
+KEY_SCHEME = "sha256"  # of `wrap_hashes`: keys of 32 bytes
+
+
+class BadRequest(ValueError):
+    """A client asked for something that cannot be meant; nothing was done. `reason` says the kind."""
+
+    def __init__(self, reason: Reject, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class StoreRequest:
+    """Who wants node-managed memory. `memory_bytes` is the size of the tenant's slab where this request makes it.
+
+    `previous`: the session this client had at this node, none of whose frames it writes any more.
+    """
+
+    tenant: str
+    namespace: str
+    page_bytes: int
+    memory_bytes: int
+    previous: int | None = None
+
+
+def store_keys(tenant: str, namespace: str, page_bytes: int, keys: Keys) -> Keys:
+    """The node's keys, [n, 32], for keys [n, 32] as a client gives them."""
+    return wrap_hashes(KEY_SCHEME, *store_digests(tenant, namespace, page_bytes), keys)
+
+
+class StoreSession:
+    """One client of a slab. Calls come from one thread at a time; each number is above all before it.
+
+    Raises BadRequest, and does nothing then. What cannot be done now is an outcome: THROTTLED (the client holds too
+    much, or asks too often), NO_SPACE (no frame can be had), UNAVAILABLE (the node is going away).
+    """
+
+    def __init__(
+        self, session_id: int, request: StoreRequest, slab: Slab, ids: Iterator[int], peer: int = NO_PEER
+    ) -> None:
+        options, num_frames = slab.parts.options, slab.region.num_frames
+        self.session_id = session_id
+        self.request = request
+        self.slab = slab
+        self.events: EventQueue[Answer] = EventQueue()
+        self.is_ended = False
+        self.max_keys = options.managed_max_keys
+        self.max_held_pages = max(1, num_frames // 2)
+        self.max_pages = min(self.max_held_pages, self.max_keys, max(1, options.slice_bytes // slab.region.frame_bytes))
+        self._ids = ids
+        self._peer = peer if peer == NO_PEER else os.dup(peer)
+        self._last_call = 0
+        self._grants: dict[int, Grant] = {}
+        self._reads: dict[int, Read] = {}
+        self._others: dict[int, Request] = {}
+
+    def reserve(self, call: int, keys: Keys, depths: U32) -> None:
+        """Grants a frame for each page that is not there. Answer: Reserved; where it grants any, `commit` ends it."""
+        keys = self._check_pages(call, keys, depths)
+        with self.slab.parts.state:
+            reason = self._why_not(len(keys))
+            results, frames = self._grant(call, keys, depths) if reason is None else self._none(len(keys), reason)
+            self._count(ManagedVerb.PUT, results[results != Outcome.OK])
+            self._tell(Reserved(call, results, frames))
+
+    def commit(self, call: int, reserved: int, written: Bools) -> None:
+        """Gives the frames of a call that was answered Reserved back, written or not. Answer: Committed."""
+        self._check_call(call)
+        with self.slab.parts.state:
+            grant = self._grants.get(reserved)
+            if grant is None:
+                raise BadRequest(Reject.BAD_OP, f"call {reserved} holds no frames of this session")
+            if written.shape != grant.frames.shape:
+                raise BadRequest(
+                    Reject.BAD_LENGTH, f"{len(grant.frames)} frames were granted, {len(written)} are given back"
+                )
+            del self._grants[reserved]
+            results = grant.commit(written)
+            self._count(ManagedVerb.PUT, results)
+            self._tell(Committed(call, results))
+
+    def get(self, call: int, keys: Keys, depths: U32) -> None:
+        """Finds pages, bringing those of lower tiers in. Answer: Found; where it found any, `release` ends it."""
+        keys = self._check_pages(call, keys, depths)
+        with self.slab.parts.state:
+            reason = self._why_not(len(keys))
+            if reason is not None:
+                results, frames = self._none(len(keys), reason)
+                self._count(ManagedVerb.GET, results)
+                self._tell(Found(call, results, frames, np.empty(0, np.uint64)))
+                return
+            read = self._reads[call] = Read(self, call, keys, depths)
+            read.start()
+
+    def release(self, found: int) -> None:
+        """Gives back what a `get` found, or gives it up before its answer. No answer. A call that holds nothing, any
+        more or at all, is left alone."""
+        with self.slab.parts.state:
+            read = self._reads.pop(found, None)
+            if read is not None:
+                read.give_up()
+
+    def contains(self, call: int, keys: Keys) -> None:
+        """Which pages can be had. Takes nothing. Answer: Held."""
+        keys = self._check_keys(call, keys, self.max_keys)
+        with self.slab.parts.state:
+            reason = self._why_not(0)
+            if reason is not None:
+                self.answered(call, ManagedVerb.CONTAINS, Held(call, outcomes(len(keys), reason)))
+                return
+            lookup = self._others[call] = Lookup(self, call, keys, np.zeros(len(keys), np.uint32))
+            lookup.start()
+
+    def delete(self, call: int, keys: Keys) -> None:
+        """Takes pages out of memory and tiers. Answer: Deleted; a `get` begun after it finds none of them."""
+        keys = self._check_keys(call, keys, self.max_keys)
+        with self.slab.parts.state:
+            reason = self._why_not(0)
+            if reason is not None:
+                self.answered(call, ManagedVerb.DELETE, Deleted(call, outcomes(len(keys), reason)))
+                return
+            deletion = self._others[call] = Deletion(self, call, keys)
+            deletion.start()
+
+    def end(self, *, has_left: bool) -> None:
+        """Gives everything back. `has_left`: the client writes nothing any more; else frames that it may still write
+        are not used before it is proven dead. The state lock is held."""
+        self.is_ended = True
+        for request in (*self._reads.values(), *self._others.values()):
+            request.give_up()
+        for grant in self._grants.values():
+            if has_left:
+                grant.give_up()
+        suspected = [grant.frames for grant in self._grants.values() if not has_left]
+        self.slab.suspect(Suspect(self.session_id, np.concatenate([NO_FRAMES, *suspected]), self._peer))
+        self._grants.clear()
+        self._reads.clear()
+        self._others.clear()
+        self.events.close()
+
+    def next_op(self) -> int:
+        """A number for an op of the slab."""
+        return next(self._ids)
+
+    def save(self, keys: Keys, frames: I32, depths: U32) -> None:
+        """Queues pages that were put for the tiers, as far as the slab's lane has room: at most half of the frames
+        wait. The state lock is held."""
+        slab = self.slab
+        if not len(frames) or not slab.parts.tiers.can_write:
+            return
+        num_frames = slab.region.num_frames
+        limit = max(1, min(slab.parts.options.waiting_store_limit(num_frames), num_frames // 2))
+        accepted = min(len(frames), max(0, limit - slab.lane.waiting_pages))
+        slab.parts.counters.unsaved_pages.inc(len(frames) - accepted, Unsaved.QUEUE_FULL)
+        if accepted:
+            op = SaveOp(self.next_op(), slab, keys[:accepted], frames[:accepted], depths[:accepted])
+            slab.ops[op.op_id] = op
+            slab.lane.append(op)
+
+    def answered(self, call: int, verb: ManagedVerb, answer: Found | Held | Deleted) -> None:
+        """A request has its answer. Only a read goes on, until it is given back."""
+        self._others.pop(call, None)
+        self._count(verb, answer.outcomes)
+        self._tell(answer)
+
+    def holds_nothing(self, call: int) -> None:
+        """A read found no page: there is nothing to give back."""
+        del self._reads[call]
+
+    def _grant(self, call: int, keys: Keys, depths: U32) -> tuple[Outcomes, I32]:
+        found, _ = self.slab.find(keys)
+        self.slab.table.touch(found[found >= 0])
+        results = outcomes(len(keys), Outcome.EXISTS)
+        missing = distinct(keys, np.flatnonzero(found < 0))
+        frames = self.slab.take(len(missing))
+        granted = missing[: len(frames)]
+        results[missing] = Outcome.NO_SPACE
+        results[granted] = Outcome.OK
+        if len(frames):
+            self._grants[call] = Grant(self, call, keys[granted], frames, depths[granted])
+        return results, frames
+
+    def _why_not(self, num_pages: int) -> Outcome | None:
+        if self.slab.is_draining:
+            return Outcome.UNAVAILABLE
+        num_requests = len(self._grants) + len(self._reads) + len(self._others)
+        num_held = sum(request.num_frames() for request in (*self._grants.values(), *self._reads.values()))
+        is_over = num_requests >= self.slab.parts.options.max_ops or num_held + num_pages > self.max_held_pages
+        return Outcome.THROTTLED if is_over else None
+
+    def _none(self, count: int, reason: Outcome) -> tuple[Outcomes, I32]:
+        return outcomes(count, reason), NO_FRAMES
+
+    def _check_call(self, call: int) -> None:
+        if call <= self._last_call:
+            raise BadRequest(Reject.BAD_OP, f"call {call} after call {self._last_call}: numbers go up")
+        self._last_call = call
+
+    def _check_keys(self, call: int, keys: Keys, limit: int) -> Keys:
+        """The node's keys for them."""
+        check_keys(keys)
+        if not 1 <= len(keys) <= limit:
+            raise BadRequest(Reject.BAD_LENGTH, f"{len(keys)} keys in one call; expected 1 to {limit}")
+        self._check_call(call)
+        request = self.request
+        return store_keys(request.tenant, request.namespace, request.page_bytes, np.ascontiguousarray(keys))
+
+    def _check_pages(self, call: int, keys: Keys, depths: U32) -> Keys:
+        if depths.shape != (len(keys),):
+            raise BadRequest(Reject.BAD_LENGTH, f"{len(keys)} keys and {len(depths)} depths do not belong together")
+        return self._check_keys(call, keys, self.max_pages)
+
+    def _count(self, verb: ManagedVerb, results: Outcomes) -> None:
+        count_outcomes(self.slab.parts.counters.managed_pages, results, verb)
+
+    def _tell(self, answer: Answer) -> None:
+        self.events.announce(OneAnswer(answer))
