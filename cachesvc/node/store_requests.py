@@ -286,7 +286,7 @@ class Deletion(Request):
         """Takes the pages out of sight; workers ask the tiers."""
         slab = self.session.slab
         self._was_there = slab.drop(self._keys)
-        if not slab.parts.tiers.can_write:
+        if slab.parts.tiers.is_empty:
             self._done(outcomes(len(self._keys), Outcome.MISS))
             return
         slab.submit(DeleteOp(self.session.next_op(), slab, self._keys, self._done))

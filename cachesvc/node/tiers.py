@@ -173,6 +173,11 @@ class TierChain:
         return any(tier.options.write_mode is WriteMode.THROUGH for tier in self._tiers)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no tier at all."""
+        return not self._tiers
+
+    @property
     def first_promoting(self) -> int:
         """Position of the first tier that takes pages found further down; more than any position where none does."""
         positions = [rank for rank, tier in enumerate(self._tiers) if tier.options.takes_promotions]
