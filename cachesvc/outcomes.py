@@ -34,6 +34,7 @@ class Decline(StrEnum):
     NO_TIER = "no_tier"  # no storage tier takes writes
     NODE_AWAY = "node_away"  # no connection to the node; it is looked for in the background
     NODE_SILENT = "node_silent"  # the node is connected and owes an answer
+    TOO_LARGE = "too_large"  # more pages than one message can carry
     OUTPUT_FULL = "output_full"  # what the node has not read yet has filled the client's queue
 
 
@@ -49,6 +50,7 @@ class AttachResult(StrEnum):
     REFUSED_BUSY = "refused_busy"  # ops on the region still run, or another session has it; to be tried again
     REFUSED_VERSION = "refused_version"  # other versions of the messages or of regions
     REFUSED_MALFORMED = "refused_malformed"  # the first message was not understood, or did not come in time
+    REFUSED_FAILED = "refused_failed"  # the node's own code raised; logged with its trace
     REFUSED_CONNECTIONS = "refused_connections"  # too many are open
 
 
@@ -62,7 +64,6 @@ class Reject(StrEnum):
     BAD_OP = "bad_op"  # an op number that is not above all before it: sent twice, or out of order
     BAD_VALUE = "bad_value"  # a number that cannot be meant
     OVERSIZED = "oversized"  # longer than messages may be; ends the session
-    UNREAD = "unread"  # the client does not read what it asks for; ends the session
 
 
 class PageSource(StrEnum):

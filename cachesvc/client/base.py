@@ -1,6 +1,7 @@
 """What an engine may ask of a node, whichever way it reaches it.
 
 AttachRefused (RuntimeError)   the node will not serve this engine: every field that differs, with both values
+NodeAway (ConnectionError)     attach found no node to ask
 SessionClosed (RuntimeError)   the call came after `detach` or after the node closed
 
 No verb waits for I/O, except `drain` and `detach`, which are bounded. Every op ends with exactly one `OpEnded`, after
@@ -37,6 +38,10 @@ class AttachRefused(RuntimeError):
     def __init__(self, message: str, result: AttachResult) -> None:
         super().__init__(message)
         self.result = result
+
+
+class NodeAway(ConnectionError):
+    """No node is there, or none that answers."""
 
 
 class SessionClosed(RuntimeError):

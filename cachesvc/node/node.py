@@ -69,6 +69,7 @@ class Node:
         self.boot_id = os.urandom(16)  # sessions of another node are none of this one's
         self.registry = Registry()
         self.options = options or NodeOptions()
+        self.tier_names = tuple(tier.name for tier in tiers)
         self._clock = clock or SystemClock()
         self._counters = NodeCounters(self.registry, [tier.name for tier in tiers])
         self._roster = Roster()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cachesvc.client.base import AttachRequest
 from cachesvc.identity import Identity
 from cachesvc.node.events import Event, LookupDone, OpEnded, PagesRead, PagesStored
-from cachesvc.outcomes import OpEnd, Reject
+from cachesvc.outcomes import AttachResult, OpEnd, Reject
 from cachesvc.rpc import channel_pb2, common_pb2
 
 I32 = NDArray[np.int32]
@@ -226,3 +226,11 @@ def _op_end(text: str) -> OpEnd:
         return OpEnd(text)
     except ValueError:
         return OpEnd.FAILED
+
+
+def attach_result_of(text: str) -> AttachResult:
+    """A reason of a newer node is a refusal by its own code."""
+    try:
+        return AttachResult(text)
+    except ValueError:
+        return AttachResult.REFUSED_FAILED

@@ -58,6 +58,10 @@ class FrameReader:
         return message
 
     @property
-    def num_buffered(self) -> int:
-        """Bytes that are here and not yet a message taken out."""
-        return len(self._buffer)
+    def num_missing(self) -> int:
+        """Bytes until the next whole length, or the next whole message: who reads no more than these reads nothing that
+        comes after it."""
+        buffer = self._buffer
+        if len(buffer) < LENGTH_BYTES:
+            return LENGTH_BYTES - len(buffer)
+        return max(0, LENGTH_BYTES + int(_LENGTH.unpack_from(buffer)[0]) - len(buffer))

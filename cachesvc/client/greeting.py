@@ -1,0 +1,113 @@
+"""The first words with a node: hello and Welcome on a blocking socket, with a region's descriptors in either direction.
+
+NodeAway (ConnectionError)   nobody is there, or nobody who answers in time
+AttachRefused                the node is there and does not want this client; other versions, for one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cachesvc.client.base import AttachRefused, NodeAway
+from cachesvc.outcomes import AttachResult, Reject
+from cachesvc.rpc import channel_pb2, codec
+from cachesvc.rpc.codec import BadMessage
+from cachesvc.rpc.framing import FrameReader, FrameTooLong, to_frame
+
+MAX_REPLY_BYTES = 1 << 20
+MAX_FDS = 2
+
+
+@dataclass
+class Greeted:
+    """A Welcome, the socket it came on, and the descriptors that came with it. The receiver owns both."""
+
+    welcome: channel_pb2.Welcome
+    sock: socket.socket
+    fds: list[int] = field(default_factory=list)
+
+    def close_fds(self) -> None:
+        """They are mapped, or of no use. Idempotent."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+    def close(self) -> None:
+        """Nothing comes of it."""
+        self.close_fds()
+        self.sock.close()
+
+
+def new_hello() -> channel_pb2.Hello:
+    """Who we are; what we want is the caller's to add."""
+    name = os.path.basename(sys.argv[0]) if sys.argv else "python"
+    return channel_pb2.Hello(versions=codec.versions(), client=f"{name} (pid {os.getpid()})", pid=os.getpid())
+
+
+def greet(sock: socket.socket, hello: channel_pb2.Hello, fds: Sequence[int], timeout_s: float) -> Greeted:
+    """Says hello on a connected socket and waits for the Welcome. Owns the socket: it is closed when this raises."""
+    greeted = Greeted(channel_pb2.Welcome(), sock)
+    try:
+        deadline_s = time.monotonic() + timeout_s
+        _send(sock, to_frame(hello), fds, deadline_s)
+        reply = channel_pb2.HelloReply()
+        codec.parse(reply, _receive(greeted, deadline_s))
+        _check(reply)
+        greeted.welcome.CopyFrom(reply.welcome)
+    except TimeoutError as error:
+        greeted.close()
+        raise NodeAway(f"the node did not answer a hello within {timeout_s:g} s") from error
+    except (BadMessage, FrameTooLong) as error:
+        greeted.close()
+        raise NodeAway(f"what answers there is no node: {error}") from error
+    except OSError as error:
+        greeted.close()
+        raise NodeAway(f"the node closed the connection during the hello: {error}") from error
+    except AttachRefused:
+        greeted.close()
+        raise
+    return greeted
+
+
+def _send(sock: socket.socket, frame: bytes, fds: Sequence[int], deadline_s: float) -> None:
+    _set_deadline(sock, deadline_s)
+    # Refused before it was read, a hello may find the socket closed; what the node had to say can be read all the same.
+    with contextlib.suppress(BrokenPipeError):
+        sent = socket.send_fds(sock, [frame], fds) if fds else sock.send(frame)
+        sock.sendall(frame[sent:])
+
+
+def _receive(greeted: Greeted, deadline_s: float) -> bytes:
+    reader = FrameReader(MAX_REPLY_BYTES)
+    while (message := reader.next()) is None:
+        _set_deadline(greeted.sock, deadline_s)
+        data, fds, _, _ = socket.recv_fds(greeted.sock, reader.num_missing, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        greeted.fds += fds
+        if not data:
+            raise ConnectionResetError("end of the stream")
+        reader.feed(data)
+    return message
+
+
+def _set_deadline(sock: socket.socket, deadline_s: float) -> None:
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
+        raise TimeoutError
+    sock.settimeout(remaining_s)
+
+
+def _check(reply: channel_pb2.HelloReply) -> None:
+    match reply.WhichOneof("reply"):
+        case "welcome":
+            mismatch = codec.version_mismatch(reply.welcome.versions, "the node")
+            if mismatch:
+                raise AttachRefused(mismatch, AttachResult.REFUSED_VERSION)
+        case "refused":
+            raise AttachRefused(reply.refused.message, codec.attach_result_of(reply.refused.result))
+        case _:
+            raise BadMessage(Reject.UNKNOWN, "a reply that this version does not know")

@@ -1,0 +1,1 @@
+"""The daemon: one node for all engines of a machine, behind thin doors."""

@@ -1,0 +1,61 @@
+"""What all connections of one channel share, in one hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cachesvc.daemon.port import SessionOpener
+from cachesvc.node.node import Node
+from cachesvc.outcomes import Reject
+
+if TYPE_CHECKING:
+    from cachesvc.daemon.connection import Connection
+    from cachesvc.daemon.handshake import Handshake
+
+
+@dataclass(frozen=True)
+class ChannelOptions:
+    """Limits of the local channel."""
+
+    max_message_bytes: int = 4 << 20
+    max_hello_bytes: int = 64 << 10
+    hello_timeout_s: float = 5.0  # from the connection to its whole hello
+    max_connections: int = 1024
+    attach_threads: int = 4  # attaches at one time: each may clear GiBs
+    aside_threads: int = 32  # drains and long lookups at one time
+    slice_keys: int = 4096  # a lookup of more is answered beside the loop
+    messages_per_turn: int = 32  # of one connection, before the others have their turn
+    high_water_bytes: int = 1 << 20  # output that waits for a client, before it is no longer listened to
+
+
+class ChannelCounters:
+    """The counters of one channel, in the node's registry."""
+
+    def __init__(self, node: Node) -> None:
+        counter = node.registry.counter
+        self.attaches = node.counters.attaches
+        self.rejected = counter(
+            "cachesvc_channel_rejected_total", "Messages not obeyed", reason=[str(reason) for reason in Reject]
+        )
+        self.lost = counter("cachesvc_channel_lost_total", "Connections that ended before their session was detached")
+        self.exceptions = counter("cachesvc_channel_exceptions_total", "Messages whose handling raised")
+        self.accept_errors = counter("cachesvc_channel_accept_errors_total", "Connections that could not be accepted")
+
+
+@dataclass
+class Desk:
+    """`connections` and `handshakes` are those open now; only the loop's thread looks at them."""
+
+    loop: asyncio.AbstractEventLoop
+    options: ChannelOptions
+    counters: ChannelCounters
+    openers: Mapping[str, SessionOpener]
+    boot_id: bytes
+    attaches: ThreadPoolExecutor
+    asides: ThreadPoolExecutor
+    connections: set[Connection] = field(default_factory=set)
+    handshakes: set[Handshake] = field(default_factory=set)

@@ -1,0 +1,228 @@
+"""The node's end of the local channel: hello, verbs, declines, order, and an orderly end."""
+
+import os
+import socket
+import stat
+
+import numpy as np
+import pytest
+
+from cachesvc.client.base import AttachRefused, AttachRequest, NodeAway
+from cachesvc.client.greeting import greet, new_hello
+from cachesvc.daemon.desk import ChannelOptions
+from cachesvc.node.node import Node
+from cachesvc.node.ops import OpState
+from cachesvc.node.parts import NodeOptions
+from cachesvc.node.tiers import Tier
+from cachesvc.outcomes import AttachResult
+from cachesvc.rpc import channel_pb2, codec
+from tests.helpers.channels import RawClient, RunningDoor, connected, readable
+from tests.helpers.resources import growth, resources
+from tests.oracles.pages import HANG_S, IDENTITY, chain, depths, memory_backend, page
+
+KEYS = chain(1, 8)
+FRAMES = np.arange(8, dtype=np.int32)
+
+
+@pytest.fixture
+def node():
+    with Node([Tier("memory", memory_backend())]) as node:
+        yield node
+
+
+@pytest.fixture
+def door(node):
+    with RunningDoor(node) as door:
+        yield door
+
+
+def fill(region, keys, frames):
+    region.begin_write(frames)
+    for key, frame in zip(keys, frames, strict=True):
+        region.data()[frame, : IDENTITY.page_bytes()] = page(key)
+    region.write_records(frames, keys, depths(keys))
+    region.commit(frames)
+
+
+def pages(op, keys=KEYS, frames=FRAMES):
+    return codec.pages_message(op, keys, frames, depths(keys))
+
+
+def until_ended(client, op):
+    """Outcomes and end of an op."""
+    outcomes = []
+    while True:
+        for event in client.receive().events.events:
+            if event.op == op:
+                outcomes += [*event.read.outcomes, *event.stored.outcomes]
+                if event.ended:
+                    return outcomes, event.ended
+
+
+def attach_hello(group="g", **changes):
+    hello = new_hello()
+    request = AttachRequest(IDENTITY, group, 4, IDENTITY.page_bytes())
+    hello.attach.CopyFrom(codec.attach_message(request))
+    for name, value in changes.items():
+        setattr(hello.versions, name, value)
+    return hello
+
+
+def test_the_socket_is_the_owners_alone(door):
+    assert stat.S_IMODE(door.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(door.path.parent.stat().st_mode) == 0o700
+
+
+def test_a_welcome_says_what_a_client_must_know(node, door):
+    with RawClient(door.path) as client:
+        welcome = client.welcome
+        assert len(welcome.boot_id) == 16
+        assert welcome.namespace == IDENTITY.namespace()
+        assert welcome.enabled
+        assert [tier.name for tier in welcome.tiers] == ["memory"]
+        assert welcome.pid == os.getpid()
+        assert welcome.limits.max_ops == node.options.max_ops
+        assert welcome.limits.max_waiting_store_pages == node.options.waiting_store_limit(64)
+        assert client.region.num_frames == 64
+
+
+def test_pages_go_from_one_engine_to_another(door):
+    with RawClient(door.path, "a") as owner, RawClient(door.path, "b") as engine:
+        fill(owner.region, KEYS, FRAMES)
+        owner.send(channel_pb2.ToNode(publish=channel_pb2.Publish(frames=codec.frames_bytes(FRAMES))))
+        owner.ping()
+        found = engine.call(lookup=channel_pb2.Lookup(op=1, keys=KEYS.tobytes())).lookup
+        assert found.num_pages == 8
+        engine.send(channel_pb2.ToNode(prefetch=pages(2)))
+        assert until_ended(engine, 2) == ([0] * 8, "completed")
+        for key, frame in zip(KEYS, FRAMES, strict=True):
+            assert np.array_equal(engine.region.data()[frame, : IDENTITY.page_bytes()], page(key))
+
+
+def test_pages_are_stored_and_told_before_the_drain_is_answered(door):
+    with RawClient(door.path) as client:
+        fill(client.region, KEYS, FRAMES)
+        client.send(channel_pb2.ToNode(backup=pages(1)))
+        assert client.call(drain=channel_pb2.Drain(timeout_s=HANG_S)).drained.num_given_up == 0
+        assert client.ended() == {1: "completed"}
+
+
+def test_a_decline_names_its_reason_and_no_event_follows(door):
+    with RawClient(door.path) as client:
+        client.call(drain=channel_pb2.Drain(timeout_s=0.0))
+        client.send(channel_pb2.ToNode(prefetch=pages(1)))
+        declined = client.receive().declined
+        assert (declined.op, declined.reason) == (1, "draining")
+
+
+def test_counters_and_pings_are_answered(door):
+    with RawClient(door.path) as client:
+        values = client.call(counters={}).counters.values
+        assert values["cachesvc_channel_connections"] == 1
+        assert values["cachesvc_sessions"] == 1
+        client.ping()
+
+
+def test_a_probe_tells_who_is_there_and_opens_nothing(node, door):
+    hello = new_hello()
+    hello.probe.SetInParent()
+    greeted = greet(connected(door.path), hello, (), HANG_S)
+    with greeted.sock:
+        assert len(greeted.welcome.boot_id) == 16
+        assert not greeted.fds
+        assert greeted.sock.recv(1) == b""
+    assert node.registry.snapshot()["cachesvc_sessions"] == 0
+
+
+def test_a_detached_session_is_closed_and_gone(node, door):
+    with RawClient(door.path) as client:
+        assert client.call(detach=channel_pb2.Detach()).HasField("detached")
+        assert client.is_closed()
+        assert node.registry.snapshot()["cachesvc_sessions"] == 0
+        assert door.node.registry.snapshot()["cachesvc_channel_lost_total"] == 0
+
+
+@pytest.mark.parametrize("name", ["protocol", "region"])
+@pytest.mark.parametrize("number", [0, 2, 4_000_000_000])
+def test_other_versions_are_refused_with_both(node, door, name, number):
+    with pytest.raises(AttachRefused) as refused:
+        greet(connected(door.path), attach_hello(**{name: number}), (), HANG_S)
+    assert refused.value.result is AttachResult.REFUSED_VERSION
+    assert f"{name} {number}" in str(refused.value)
+    assert f"{name} 1" in str(refused.value)
+    assert node.counters.attaches.value("refused_version") == 1
+
+
+def test_what_the_node_refuses_is_told_in_its_words(door):
+    hello = attach_hello()
+    hello.attach.frame_bytes = 17
+    with pytest.raises(AttachRefused, match="17 requested") as refused:
+        greet(connected(door.path), hello, (), HANG_S)
+    assert refused.value.result is AttachResult.REFUSED_GEOMETRY
+
+
+def test_too_many_connections_are_refused_with_the_limit(node):
+    with RunningDoor(node, options=ChannelOptions(max_connections=2)) as door:
+        with (
+            RawClient(door.path, "a"),
+            RawClient(door.path, "b"),
+            pytest.raises(AttachRefused, match="2 connections are open") as refused,
+        ):
+            RawClient(door.path, "c")
+        assert refused.value.result is AttachResult.REFUSED_CONNECTIONS
+
+
+def test_a_given_socket_is_served_like_an_accepted_one(door):
+    greeted = greet(door.adopted(), attach_hello(), (), HANG_S)
+    assert len(greeted.fds) == 2
+    greeted.close()
+
+
+def test_stopping_stores_what_was_given_and_says_goodbye(node):
+    door = RunningDoor(node)
+    client = RawClient(door.path)
+    fill(client.region, KEYS, FRAMES)
+    client.send(channel_pb2.ToNode(backup=pages(1)))
+    client.ping()
+    assert door.stop() == 0
+    assert not door.path.exists()
+    assert client.is_closed()
+    assert client.ended() == {1: "completed"}
+    assert node.registry.snapshot()["cachesvc_sessions"] == 0
+    with pytest.raises(OSError):
+        connected(door.path)
+    client.__exit__()
+
+
+def test_a_session_whose_op_cannot_end_keeps_its_socket_when_the_channel_stops():
+    with Node(manual=True, options=NodeOptions(slice_pages=4)) as node:
+        door = RunningDoor(node)
+        client = RawClient(door.path)
+        client.send(channel_pb2.ToNode(prefetch=pages(1)))
+        client.ping()
+        (op,) = node._sessions[client.welcome.session_id].ops.values()
+        op.state = OpState.RUNNING  # as if a worker hung in the medium
+        assert door.stop(grace_s=0.0) == 1
+        assert not any(event.ended for event in client.receive().events.events)
+        assert not readable(client.sock)
+        (kept,) = door.door._kept_open
+        os.close(kept)
+        assert client.sock.recv(1) == b""
+        client.__exit__()
+
+
+def test_no_descriptor_and_no_thread_is_left(node):
+    with RunningDoor(node) as door, RawClient(door.path) as client:
+        client.ping()
+    before = resources()
+    with RunningDoor(Node()) as door:
+        for group in "abc":
+            with RawClient(door.path, group) as client:
+                client.ping()
+                client.call(detach=channel_pb2.Detach())
+        with pytest.raises(NodeAway):
+            sock = connected(door.path)
+            sock.shutdown(socket.SHUT_WR)
+            greet(sock, attach_hello(), (), HANG_S)
+        door.node.close()
+    assert growth(before) == []
