@@ -63,14 +63,14 @@ class ChannelDoor:
     async def start(self) -> None:
         """Listens. OSError: the path is taken, too long, or its folder cannot be used (it is made, 0700, where it does
         not exist)."""
-        options, boot_id = self._options, os.urandom(16)
+        options = self._options
         limits = common_pb2.Limits(max_message_bytes=options.max_message_bytes, slice_keys=options.slice_keys)
         self._desk = Desk(
             asyncio.get_running_loop(),
             options,
             self._counters,
-            {"attach": EngineOpener(self._node, boot_id, limits), **self._openers},
-            boot_id,
+            {"attach": EngineOpener(self._node, limits), **self._openers},
+            self._node.boot_id,
             ThreadPoolExecutor(options.attach_threads, "cachesvc-attach"),
             ThreadPoolExecutor(options.aside_threads, "cachesvc-aside"),
         )

@@ -32,14 +32,15 @@ logger = logging.getLogger(__name__)
 
 
 class Connection(asyncio.Protocol, Port):
-    """The transport's side and the handler's side of one session. `peer_pid`: 0 if unknown."""
+    """The transport's side and the handler's side of one session. `peer`: a pidfd of the client's process, owned by the
+    connection; -1 if it cannot be seen."""
 
-    def __init__(self, desk: Desk, handler: SessionHandler, peer_pid: int) -> None:
+    def __init__(self, desk: Desk, handler: SessionHandler, peer: int) -> None:
         self.handler = handler
         self.closed: asyncio.Future[None] = desk.loop.create_future()
         self._desk = desk
         self._frames = FrameReader(desk.options.max_message_bytes)
-        self._pidfd = _pidfd(peer_pid)
+        self._peer = peer
         self._is_full = False  # the client does not read
         self._is_aside = False  # a call runs beside the loop
         self._is_ending = False
@@ -55,8 +56,8 @@ class Connection(asyncio.Protocol, Port):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._desk.options.high_water_bytes)
         self._desk.connections.add(self)
-        if self._pidfd >= 0:
-            self._desk.loop.add_reader(self._pidfd, self._transport.abort)
+        if self._peer >= 0:
+            self._desk.loop.add_reader(self._peer, self._transport.abort)
         self._update()
 
     def data_received(self, data: bytes) -> None:
@@ -75,9 +76,9 @@ class Connection(asyncio.Protocol, Port):
     def connection_lost(self, error: Exception | None) -> None:
         self._is_ending = True
         self._watch_events(False)
-        if self._pidfd >= 0:
-            self._desk.loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
+        if self._peer >= 0:
+            self._desk.loop.remove_reader(self._peer)
+            os.close(self._peer)
         if not self._is_detached:
             self._desk.counters.lost.inc()
             self.handler.lost()
@@ -240,16 +241,7 @@ class Connection(asyncio.Protocol, Port):
             self._transport.close()
 
     def _detach(self) -> None:
-        # Before the node closes it: a loop must not watch a descriptor that is somebody else's by then.
+        # Before it is closed: a loop must not watch a descriptor that is somebody else's by then.
         self._watch_events(False)
         self._is_detached = True
         self.handler.detach()
-
-
-def _pidfd(pid: int) -> int:
-    if pid <= 0 or pid == os.getpid():
-        return -1
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1  # it has ended already, which the socket tells, or it cannot be seen

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
+from cachekernels.region import Region, RegionInvalid
 from google.protobuf.message import Message
 
 from cachesvc.client.base import Declined
@@ -27,32 +28,55 @@ MAX_DRAIN_S = 3600.0
 class EngineOpener(SessionOpener):
     """Opens engines' sessions with `node`. `limits` without those that depend on the session."""
 
-    def __init__(self, node: Node, boot_id: bytes, limits: common_pb2.Limits) -> None:
+    def __init__(self, node: Node, limits: common_pb2.Limits) -> None:
         self._node = node
-        self._boot_id = boot_id
         self._limits = limits
 
-    def open(self, hello: channel_pb2.Hello, fds: Sequence[int]) -> Opened:
-        session = self._node.attach(codec.attach_request(hello.attach))
+    def open(self, hello: channel_pb2.Hello, fds: Sequence[int], peer: int) -> Opened:
+        offer = _offered(hello.attach, fds)
+        try:
+            request = codec.attach_request(hello.attach, self._node.boot_id, offer)
+            session = self._node.attach(request, peer=peer)
+            has_own = offer is not None and offer.region_id == session.region.region_id
+        finally:
+            if offer is not None:
+                offer.close()
+        region = session.region
+        # Of our own: the node may close the region before they are sent.
+        region_fds = () if has_own else (os.dup(region.data_fd), os.dup(region.directory_fd))
+        handler = EngineHandler(self._node, session, self._limits.slice_keys)
+        return Opened(handler, self._welcome(session, has_region=not has_own), region_fds)
+
+    def _welcome(self, session: Session, *, has_region: bool) -> channel_pb2.Welcome:
         limits = common_pb2.Limits()
         limits.CopyFrom(self._limits)
         limits.max_ops = self._node.options.max_ops
         limits.max_waiting_store_pages = self._node.options.waiting_store_limit(session.region.num_frames)
-        welcome = channel_pb2.Welcome(
+        return channel_pb2.Welcome(
             session_id=session.session_id,
-            boot_id=self._boot_id,
+            boot_id=self._node.boot_id,
             versions=codec.versions(),
             limits=limits,
             namespace=session.namespace,
             enabled=session.is_enabled,
             warning=session.warning,
-            has_region=True,
+            has_region=has_region,
+            has_pages=session.has_pages,
             tiers=[common_pb2.Tier(name=name) for name in self._node.tier_names],
             pid=os.getpid(),
         )
-        # Of our own: the node may close the region before they are sent.
-        region_fds = (os.dup(session.region.data_fd), os.dup(session.region.directory_fd))
-        return Opened(EngineHandler(self._node, session, limits.slice_keys), welcome, region_fds)
+
+
+def _offered(attach: channel_pb2.Attach, fds: Sequence[int]) -> Region | None:
+    """The region of an offer, mapped. BadMessage: the descriptors are not those of a region."""
+    if not attach.has_offer:
+        return None
+    if len(fds) != 2:
+        raise BadMessage(Reject.BAD_LENGTH, f"an offer of {len(fds)} descriptors; a region has 2")
+    try:
+        return Region.open(*fds)
+    except (RegionInvalid, OSError) as error:
+        raise BadMessage(Reject.BAD_VALUE, f"what is offered is not a region: {error}") from error
 
 
 class EngineHandler(SessionHandler):
@@ -66,6 +90,8 @@ class EngineHandler(SessionHandler):
         self._client_ops: dict[int, int] = {}  # by the node's
         self._last_op = 0
         self._op = 0  # of the message in hand
+        # Of our own: the node may close its own while the loop still watches it.
+        self._events_fd = os.dup(session.events.fileno())
         self._verbs: dict[str, Callable[[channel_pb2.ToNode, Port], None]] = {
             "lookup": self._lookup,
             "publish": self._publish,
@@ -95,7 +121,7 @@ class EngineHandler(SessionHandler):
         return self._error(bad, 0, 0)
 
     def events_fileno(self) -> int:
-        return self._session.events.fileno()
+        return self._events_fd
 
     def take_events(self) -> list[Message]:
         messages: list[Message] = []
@@ -126,9 +152,11 @@ class EngineHandler(SessionHandler):
 
     def detach(self) -> None:
         self._node.detach(self._session)
+        os.close(self._events_fd)
 
     def lost(self) -> None:
-        self._node.detach(self._session)
+        self._node.lost(self._session)
+        os.close(self._events_fd)
 
     # ---- verbs
 

@@ -40,6 +40,7 @@ class Handshake:
         self._sock = sock
         self._desk = desk
         self._fds: list[int] = []
+        self._peer = _pidfd(sock)
         self._is_handed_over = False
         self.task = desk.loop.create_task(self._guarded())
         desk.handshakes.add(self)
@@ -67,6 +68,8 @@ class Handshake:
             os.close(fd)
         if not self._is_handed_over:
             self._sock.close()
+            if self._peer >= 0:
+                os.close(self._peer)
 
     async def _run(self) -> None:
         try:
@@ -116,7 +119,7 @@ class Handshake:
             self._desk.loop.remove_reader(self._sock.fileno())
 
     async def _open(self, opener: SessionOpener, hello: channel_pb2.Hello) -> Opened:
-        opening = self._desk.loop.run_in_executor(self._desk.attaches, opener.open, hello, tuple(self._fds))
+        opening = self._desk.loop.run_in_executor(self._desk.attaches, opener.open, hello, tuple(self._fds), self._peer)
         try:
             return await asyncio.shield(opening)
         except (AttachRefused, BadMessage):
@@ -139,9 +142,9 @@ class Handshake:
         finally:
             for fd in opened.fds:
                 os.close(fd)
-        pid = _peer_pid(self._sock)
         self._is_handed_over = True
-        await self._desk.loop.connect_accepted_socket(lambda: Connection(self._desk, opened.handler, pid), self._sock)
+        connection = Connection(self._desk, opened.handler, self._peer)
+        await self._desk.loop.connect_accepted_socket(lambda: connection, self._sock)
 
     def _who_is_there(self) -> channel_pb2.Welcome:
         return channel_pb2.Welcome(boot_id=self._desk.boot_id, versions=codec.versions(), pid=os.getpid())
@@ -178,7 +181,10 @@ def _discard(opened: Opened) -> None:
         os.close(fd)
 
 
-def _peer_pid(sock: socket.socket) -> int:
-    """Who connected, in this process's namespace; 0 where it cannot be seen."""
-    pid: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
-    return pid
+def _pidfd(sock: socket.socket) -> int:
+    """A pidfd of the process that connected; -1 where it is in another namespace, or has gone already."""
+    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        return os.pidfd_open(pid) if pid > 0 else -1
+    except OSError:
+        return -1

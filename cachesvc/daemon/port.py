@@ -95,6 +95,7 @@ class SessionOpener(ABC):
     """Lets clients in who want one kind of session."""
 
     @abstractmethod
-    def open(self, hello: channel_pb2.Hello, fds: Sequence[int]) -> Opened:
+    def open(self, hello: channel_pb2.Hello, fds: Sequence[int], peer: int) -> Opened:
         """Opens a session; may block for seconds (memory is cleared), on a thread of its own. `fds` came with the
-        hello and stay the caller's. AttachRefused; BadMessage."""
+        hello and `peer` is a pidfd of the client's process, -1 where that cannot be seen; they stay the caller's.
+        AttachRefused; BadMessage."""

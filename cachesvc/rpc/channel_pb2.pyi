@@ -25,20 +25,22 @@ class Hello(_message.Message):
     def __init__(self, versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ..., client: _Optional[str] = ..., pid: _Optional[int] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ..., open_store: _Optional[_Union[_managed_pb2.OpenStore, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("identity", "group", "num_frames", "frame_bytes", "has_offer", "previous")
+    __slots__ = ("identity", "group", "num_frames", "frame_bytes", "has_offer", "previous", "has_device")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     HAS_OFFER_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    HAS_DEVICE_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.Identity
     group: str
     num_frames: int
     frame_bytes: int
     has_offer: bool
     previous: Previous
-    def __init__(self, identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., group: _Optional[str] = ..., num_frames: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., has_offer: bool = ..., previous: _Optional[_Union[Previous, _Mapping]] = ...) -> None: ...
+    has_device: bool
+    def __init__(self, identity: _Optional[_Union[_common_pb2.Identity, _Mapping]] = ..., group: _Optional[str] = ..., num_frames: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., has_offer: bool = ..., previous: _Optional[_Union[Previous, _Mapping]] = ..., has_device: bool = ...) -> None: ...
 
 class Previous(_message.Message):
     __slots__ = ("session_id", "boot_id")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
+from cachekernels.region import Region
 from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 
@@ -168,23 +169,38 @@ def identity_of(message: common_pb2.Identity) -> Identity:
         raise BadMessage(Reject.BAD_VALUE, str(error)) from error
 
 
-def attach_message(request: AttachRequest) -> channel_pb2.Attach:
-    """Without the descriptors of an offer, which travel beside it."""
-    return channel_pb2.Attach(
+def attach_message(request: AttachRequest, boot_id: bytes = b"") -> channel_pb2.Attach:
+    """`boot_id` is that of the node which gave `request.previous`. The descriptors of an offer travel beside it."""
+    message = channel_pb2.Attach(
         identity=identity_message(request.identity),
         group=request.group,
         num_frames=request.num_frames,
         frame_bytes=request.frame_bytes,
+        has_offer=request.offer is not None,
+        has_device=request.has_device,
     )
+    if request.previous is not None:
+        message.previous.CopyFrom(channel_pb2.Previous(session_id=request.previous, boot_id=boot_id))
+    return message
 
 
-def attach_request(message: channel_pb2.Attach) -> AttachRequest:
-    """BadMessage: numbers that cannot be meant."""
+def attach_request(message: channel_pb2.Attach, boot_id: bytes, offer: Region | None) -> AttachRequest:
+    """What is asked of the node with this boot id, to which a session of another node means nothing. BadMessage:
+    numbers that cannot be meant."""
     if message.num_frames > MAX_FRAMES or message.frame_bytes > _MAX_FRAME_BYTES:
         raise BadMessage(
             Reject.BAD_VALUE, f"{message.num_frames} frames of {message.frame_bytes} bytes cannot be meant"
         )
-    return AttachRequest(identity_of(message.identity), message.group, message.num_frames, message.frame_bytes)
+    is_ours = message.HasField("previous") and message.previous.boot_id == boot_id
+    return AttachRequest(
+        identity_of(message.identity),
+        message.group,
+        message.num_frames,
+        message.frame_bytes,
+        offer,
+        message.previous.session_id if is_ours else None,
+        message.has_device,
+    )
 
 
 # events

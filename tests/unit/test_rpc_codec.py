@@ -2,7 +2,7 @@
 the wire are those of the golden file."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +81,11 @@ def test_identity_travels_with_every_field():
 
 
 def test_an_attach_request_travels():
-    request = AttachRequest(IDENTITY, "group", 17, IDENTITY.page_bytes())
-    assert codec.attach_request(codec.attach_message(request)) == request
+    request = AttachRequest(IDENTITY, "group", 17, IDENTITY.page_bytes(), previous=3, has_device=True)
+    message = codec.attach_message(request, b"boot")
+    assert codec.attach_request(message, b"boot", None) == request
+    assert codec.attach_request(message, b"another", None) == replace(request, previous=None)
+    assert not message.has_offer
 
 
 def test_arrays_travel():
@@ -121,8 +124,8 @@ BAD = {
     "bytes": (Reject.UNDECODABLE, lambda: codec.parse(channel_pb2.ToNode(), b"\xff\xff\xff")),
     "event": (Reject.UNKNOWN, lambda: codec.event_of(channel_pb2.Event(op=1))),
     "geometry": (Reject.BAD_VALUE, lambda: codec.identity_of(common_pb2.Identity(dtype="bfloat16"))),
-    "frame count": (Reject.BAD_VALUE, lambda: codec.attach_request(channel_pb2.Attach(num_frames=2**31))),
-    "frame size": (Reject.BAD_VALUE, lambda: codec.attach_request(channel_pb2.Attach(frame_bytes=2**41))),
+    "frame count": (Reject.BAD_VALUE, lambda: codec.attach_request(channel_pb2.Attach(num_frames=2**31), b"", None)),
+    "frame size": (Reject.BAD_VALUE, lambda: codec.attach_request(channel_pb2.Attach(frame_bytes=2**41), b"", None)),
 }
 
 
