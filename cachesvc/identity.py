@@ -8,6 +8,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 
+import numpy as np
+from cachekernels.pages import wrap_hashes
+from numpy.typing import NDArray
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 SUPPORTED_POOLS = frozenset({"kv"})
 NO_SCOPE = bytes(32)
@@ -91,10 +95,10 @@ def scope_digest(*, tenant: str = "", adapter_digest: bytes = b"", salt: str = "
     return hashlib.sha256(b"cs1/scope" + encode_value((tenant, adapter_digest, salt))).digest()
 
 
-def store_digests(tenant: str, namespace: str, page_bytes: int) -> tuple[bytes, bytes]:
-    """Namespace and scope, 32 bytes each, under which node-managed memory wraps the keys that its clients give it.
+def store_keys(tenant: str, namespace: str, page_bytes: int, keys: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The keys, uint8[n, 32], under which node-managed memory keeps what its clients put under `keys`, uint8[n, 32].
 
     The node wraps them itself, so that no client can name a page of another tenant, whatever keys it sends.
     """
-    named = encode_value((namespace, page_bytes))
-    return hashlib.sha256(b"cs1/store" + named).digest(), scope_digest(tenant=tenant)
+    named = hashlib.sha256(b"cs1/store" + encode_value((namespace, page_bytes))).digest()
+    return wrap_hashes("sha256", named, scope_digest(tenant=tenant), keys)

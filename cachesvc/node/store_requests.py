@@ -5,7 +5,6 @@ NOTE: every method is called with the node's state lock held, apart from `take_e
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,34 +91,16 @@ class OneAnswer(EventSource[Answer]):
         return [self._answer]
 
 
-class Request(ABC):
-    """Something a client has asked for and not given back."""
-
-    def __init__(self, session: StoreSession, call: int) -> None:
-        self.session = session
-        self.call = call
-
-    @abstractmethod
-    def give_up(self) -> None:
-        """The client has gone, or wants it no longer: no answer follows, nothing is held for it."""
-
-    def num_frames(self) -> int:
-        """Frames that cannot be used for anything else because of it."""
-        return 0
-
-
-class Grant(Request):
+class Grant:
     """Frames that a client may write: n keys (the node's), frames, depths."""
 
-    def __init__(self, session: StoreSession, call: int, keys: Keys, frames: I32, depths: U32) -> None:
-        super().__init__(session, call)
+    def __init__(self, session: StoreSession, keys: Keys, frames: I32, depths: U32) -> None:
+        self.session = session
         self.keys, self.frames, self.depths = keys, frames, depths
 
     def give_up(self) -> None:
+        """The client writes none of them any more."""
         self.session.slab.give_back(self.frames)
-
-    def num_frames(self) -> int:
-        return len(self.frames)
 
     def commit(self, written: Bools) -> Outcomes:
         """Takes the frames back. Those that hold their pages can be found now, and are on their way to storage."""
@@ -136,14 +117,15 @@ class Grant(Request):
         return results
 
 
-class Lookup(Request):
+class Lookup:
     """Which of n keys can be had; asks the media where memory does not tell."""
 
     verb = ManagedVerb.CONTAINS
     probe: ProbeOp | None = None
 
     def __init__(self, session: StoreSession, call: int, keys: Keys, depths: U32) -> None:
-        super().__init__(session, call)
+        self.session = session
+        self.call = call
         self.keys, self.depths = keys, depths
         self.outcomes = outcomes(len(keys), Outcome.MISS)
         self.is_over = False
@@ -187,6 +169,8 @@ class Lookup(Request):
         self.session.answered(self.call, self.verb, answer)
 
     def give_up(self) -> None:
+        """The client has gone, or wants it no longer: no answer follows, nothing is held for it. More than once does
+        no harm."""
         self.is_over = True
         if self.probe is not None:
             self.probe.give_up(OpEnd.CANCELLED)
@@ -206,6 +190,7 @@ class Read(Lookup):
         self._num_filling = 0
 
     def num_frames(self) -> int:
+        """Frames that cannot be used for anything else because of it."""
         return int(np.count_nonzero(self.frames >= 0)) + self._num_filling
 
     def start(self) -> None:
@@ -274,26 +259,25 @@ class Read(Lookup):
         self._hold(np.flatnonzero((self.frames < 0) & (self.outcomes == Outcome.OK)))
 
 
-class Deletion(Request):
-    """Pages that are leaving slab and tiers."""
+class Deletion:
+    """Pages that are leaving slab and tiers. What was begun is finished, whoever leaves: a page that is half deleted
+    would come back."""
 
     def __init__(self, session: StoreSession, call: int, keys: Keys) -> None:
-        super().__init__(session, call)
+        self._session = session
+        self._call = call
         self._keys = keys
         self._was_there: Bools = np.zeros(len(keys), np.bool_)
 
     def start(self) -> None:
         """Takes the pages out of sight; workers ask the tiers."""
-        slab = self.session.slab
+        slab = self._session.slab
         self._was_there = slab.drop(self._keys)
         if slab.parts.tiers.is_empty:
             self._done(outcomes(len(self._keys), Outcome.MISS))
             return
-        slab.submit(DeleteOp(self.session.next_op(), slab, self._keys, self._done))
-
-    def give_up(self) -> None:
-        """What was begun is finished: a page that is half deleted would come back."""
+        slab.submit(DeleteOp(self._session.next_op(), slab, self._keys, self._done))
 
     def _done(self, results: Outcomes) -> None:
         results[(results == Outcome.MISS) & self._was_there] = Outcome.OK
-        self.session.answered(self.call, ManagedVerb.DELETE, Deleted(self.call, results))
+        self._session.answered(self._call, ManagedVerb.DELETE, Deleted(self._call, results))

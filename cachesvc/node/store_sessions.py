@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from cachekernels.pages import wrap_hashes
 from numpy.typing import NDArray
 
-from cachesvc.identity import store_digests
+from cachesvc.client.base import SessionClosed
+from cachesvc.identity import store_keys
 from cachesvc.node.arguments import check_keys
 from cachesvc.node.counters import count_outcomes
 from cachesvc.node.events import EventQueue
@@ -32,7 +32,6 @@ from cachesvc.node.store_requests import (
     Lookup,
     OneAnswer,
     Read,
-    Request,
     Reserved,
     distinct,
 )
@@ -45,7 +44,6 @@ Bools = NDArray[np.bool_]
 Keys = NDArray[np.uint8]
 
 NO_FRAMES = np.empty(0, np.int32)
-KEY_SCHEME = "sha256"  # of `wrap_hashes`: keys of 32 bytes
 
 
 class BadRequest(ValueError):
@@ -68,11 +66,6 @@ class StoreRequest:
     page_bytes: int
     memory_bytes: int
     previous: int | None = None
-
-
-def store_keys(tenant: str, namespace: str, page_bytes: int, keys: Keys) -> Keys:
-    """The node's keys, [n, 32], for keys [n, 32] as a client gives them."""
-    return wrap_hashes(KEY_SCHEME, *store_digests(tenant, namespace, page_bytes), keys)
 
 
 class StoreSession:
@@ -99,7 +92,8 @@ class StoreSession:
         self._last_call = 0
         self._grants: dict[int, Grant] = {}
         self._reads: dict[int, Read] = {}
-        self._others: dict[int, Request] = {}
+        self._lookups: dict[int, Lookup] = {}
+        self._deletions: dict[int, Deletion] = {}
 
     def reserve(self, call: int, keys: Keys, depths: U32) -> None:
         """Grants a frame for each page that is not there. Answer: Reserved; where it grants any, `commit` ends it."""
@@ -155,7 +149,7 @@ class StoreSession:
             if reason is not None:
                 self.answered(call, ManagedVerb.CONTAINS, Held(call, outcomes(len(keys), reason)))
                 return
-            lookup = self._others[call] = Lookup(self, call, keys, np.zeros(len(keys), np.uint32))
+            lookup = self._lookups[call] = Lookup(self, call, keys, np.zeros(len(keys), np.uint32))
             lookup.start()
 
     def delete(self, call: int, keys: Keys) -> None:
@@ -166,14 +160,32 @@ class StoreSession:
             if reason is not None:
                 self.answered(call, ManagedVerb.DELETE, Deleted(call, outcomes(len(keys), reason)))
                 return
-            deletion = self._others[call] = Deletion(self, call, keys)
+            deletion = self._deletions[call] = Deletion(self, call, keys)
             deletion.start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Every `get` and `contains` has its answer."""
+        return all(request.is_over for request in self._asked())
+
+    def give_up(self) -> None:
+        """Gives up what has no answer yet: nobody waits for it any more."""
+        with self.slab.parts.state:
+            for request in self._asked():
+                if not request.is_over:
+                    request.give_up()
+
+    def wait_idle(self, timeout_s: float) -> None:
+        """Blocks until every `get` and `contains` has its answer, or the time is over."""
+        parts = self.slab.parts
+        with parts.state:
+            parts.pool.wait_for(parts.state, lambda: self.is_idle, parts.clock.now() + timeout_s)
 
     def end(self, *, has_left: bool) -> None:
         """Gives everything back. `has_left`: the client writes nothing any more; else frames that it may still write
         are not used before it is proven dead. The state lock is held."""
         self.is_ended = True
-        for request in (*self._reads.values(), *self._others.values()):
+        for request in self._asked():
             request.give_up()
         for grant in self._grants.values():
             if has_left:
@@ -182,7 +194,8 @@ class StoreSession:
         self.slab.suspect(Suspect(self.session_id, np.concatenate([NO_FRAMES, *suspected]), self._peer))
         self._grants.clear()
         self._reads.clear()
-        self._others.clear()
+        self._lookups.clear()
+        self._deletions.clear()
         self.events.close()
 
     def next_op(self) -> int:
@@ -206,13 +219,17 @@ class StoreSession:
 
     def answered(self, call: int, verb: ManagedVerb, answer: Found | Held | Deleted) -> None:
         """A request has its answer. Only a read goes on, until it is given back."""
-        self._others.pop(call, None)
+        self._lookups.pop(call, None)
+        self._deletions.pop(call, None)
         self._count(verb, answer.outcomes)
         self._tell(answer)
 
     def holds_nothing(self, call: int) -> None:
         """A read found no page: there is nothing to give back."""
         del self._reads[call]
+
+    def _asked(self) -> list[Lookup]:
+        return [*self._reads.values(), *self._lookups.values()]
 
     def _grant(self, call: int, keys: Keys, depths: U32) -> tuple[Outcomes, I32]:
         found, _ = self.slab.find(keys)
@@ -224,14 +241,15 @@ class StoreSession:
         results[missing] = Outcome.NO_SPACE
         results[granted] = Outcome.OK
         if len(frames):
-            self._grants[call] = Grant(self, call, keys[granted], frames, depths[granted])
+            self._grants[call] = Grant(self, keys[granted], frames, depths[granted])
         return results, frames
 
     def _why_not(self, num_pages: int) -> Outcome | None:
         if self.slab.is_draining:
             return Outcome.UNAVAILABLE
-        num_requests = len(self._grants) + len(self._reads) + len(self._others)
-        num_held = sum(request.num_frames() for request in (*self._grants.values(), *self._reads.values()))
+        num_requests = len(self._grants) + len(self._reads) + len(self._lookups) + len(self._deletions)
+        num_granted = sum(len(grant.frames) for grant in self._grants.values())
+        num_held = num_granted + sum(read.num_frames() for read in self._reads.values())
         is_over = num_requests >= self.slab.parts.options.max_ops or num_held + num_pages > self.max_held_pages
         return Outcome.THROTTLED if is_over else None
 
@@ -239,6 +257,8 @@ class StoreSession:
         return outcomes(count, reason), NO_FRAMES
 
     def _check_call(self, call: int) -> None:
+        if self.is_ended:
+            raise SessionClosed(f"store session {self.session_id} has ended")
         if call <= self._last_call:
             raise BadRequest(Reject.BAD_OP, f"call {call} after call {self._last_call}: numbers go up")
         self._last_call = call

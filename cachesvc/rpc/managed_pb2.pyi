@@ -99,7 +99,7 @@ class Leave(_message.Message):
     def __init__(self) -> None: ...
 
 class FromStore(_message.Message):
-    __slots__ = ("call", "reserved", "committed", "found", "held", "deleted", "error")
+    __slots__ = ("call", "reserved", "committed", "found", "held", "deleted", "error", "left")
     CALL_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class FromStore(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     DELETED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     call: int
     reserved: Reserved
     committed: Outcomes
@@ -114,7 +115,8 @@ class FromStore(_message.Message):
     held: Outcomes
     deleted: Outcomes
     error: _common_pb2.Error
-    def __init__(self, call: _Optional[int] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., committed: _Optional[_Union[Outcomes, _Mapping]] = ..., found: _Optional[_Union[Found, _Mapping]] = ..., held: _Optional[_Union[Outcomes, _Mapping]] = ..., deleted: _Optional[_Union[Outcomes, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    left: Left
+    def __init__(self, call: _Optional[int] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., committed: _Optional[_Union[Outcomes, _Mapping]] = ..., found: _Optional[_Union[Found, _Mapping]] = ..., held: _Optional[_Union[Outcomes, _Mapping]] = ..., deleted: _Optional[_Union[Outcomes, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("outcomes", "frames")
@@ -123,6 +125,10 @@ class Reserved(_message.Message):
     outcomes: bytes
     frames: bytes
     def __init__(self, outcomes: _Optional[bytes] = ..., frames: _Optional[bytes] = ...) -> None: ...
+
+class Left(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Outcomes(_message.Message):
     __slots__ = ("outcomes",)

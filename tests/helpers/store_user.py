@@ -3,9 +3,10 @@
 import numpy as np
 from cachekernels.region import Region, Side
 
+from cachesvc.identity import store_keys
 from cachesvc.node.sessions import NO_PEER
 from cachesvc.node.store_requests import Committed, Deleted, Found, Held, Reserved
-from cachesvc.node.store_sessions import StoreRequest, store_keys
+from cachesvc.node.store_sessions import StoreRequest
 from storage_backends.base import Outcome
 from tests.oracles.pages import page
 

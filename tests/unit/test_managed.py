@@ -10,9 +10,10 @@ from cachekernels.pages import object_ids
 
 from cachesvc.client.base import AttachRefused
 from cachesvc.clock import ManualClock
+from cachesvc.identity import store_keys
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
-from cachesvc.node.store_sessions import BadRequest, store_keys
+from cachesvc.node.store_sessions import BadRequest
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Reject
 from storage_backends.base import Outcome, outcomes
