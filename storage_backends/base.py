@@ -37,6 +37,7 @@ __all__ = [
     "ObjectIds",
     "Outcome",
     "Outcomes",
+    "Room",
     "ScanBatch",
     "Segments",
     "StorageBackend",
@@ -152,6 +153,20 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a medium can still take, whoever uses it."""
+
+    medium: str
+    """Equal for backends that share one, so that their needs add up."""
+    source: str
+    """What sets the limit, for messages: "memory", "the file system of /var/cache"."""
+    have_bytes: int
+    """Free now."""
+    reserve_bytes: int
+    """The part of it that should stay free for everybody else."""
+
+
+@dataclass(frozen=True)
 class ScanBatch:
     """Some objects found on the medium, in no order."""
 
@@ -255,6 +270,11 @@ class StorageBackend(ABC):
         The names are the same over the life of the backend. Numbers grow, except those whose name ends in `_now`.
         """
         return {}
+
+    def room(self) -> Room | None:
+        """What its medium can still take, for a check before work begins; None where that cannot be told. Raises
+        OSError."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

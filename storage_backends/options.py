@@ -20,9 +20,14 @@ def check_names(backend: str, given: Mapping[str, object], known: Iterable[str])
     for name in given:
         if name in valid:
             continue
-        near = difflib.get_close_matches(name, valid, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}"
-        raise StorageConfigError(f"storage backend {backend!r} has no option {name!r}; {hint}")
+        raise StorageConfigError(f"storage backend {backend!r} has no option {name!r}; {hint(name, valid)}")
+
+
+def hint(name: str, valid: Iterable[str]) -> str:
+    """`did you mean 'x'?` for the nearest of `valid`, or all of them where none is near."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(names)}"
 
 
 def byte_size(name: str, value: object) -> int:

@@ -24,6 +24,7 @@ from storage_backends.base import (
     ObjectIds,
     Outcome,
     Outcomes,
+    Room,
     ScanBatch,
     Segments,
     StorageBackend,
@@ -104,6 +105,11 @@ class FileBackend(StorageBackend):
 
     def usage(self) -> Usage:
         return self._on_current(ObjectDirectory.usage)
+
+    def room(self) -> Room:
+        status = os.statvfs(self._path)
+        medium = f"file system {os.stat(self._path).st_dev}"
+        return Room(medium, f"the file system of {self._path}", status.f_bavail * status.f_frsize, reserve_bytes=0)
 
     def close(self) -> None:
         with self._replacing:

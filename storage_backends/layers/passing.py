@@ -12,6 +12,7 @@ from storage_backends.base import (
     Guard,
     ObjectIds,
     Outcomes,
+    Room,
     ScanBatch,
     Segments,
     StorageBackend,
@@ -69,6 +70,9 @@ class PassingLayer(StorageBackend):
 
     def tallies(self) -> Mapping[str, int]:
         return self.inner.tallies()
+
+    def room(self) -> Room | None:
+        return self.inner.room()
 
     def close(self) -> None:
         self.inner.close()

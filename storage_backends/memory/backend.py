@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 from cachekernels.objects import Admission, Found, HeapObjects, ObjectIndex, Removal, Reservation
+from cachekernels.system_memory import available_memory
 from numpy.typing import NDArray
 
 from storage_backends.base import (
@@ -15,6 +16,7 @@ from storage_backends.base import (
     ObjectIds,
     Outcome,
     Outcomes,
+    Room,
     ScanBatch,
     Segments,
     StorageBackend,
@@ -131,6 +133,10 @@ class MemoryBackend(StorageBackend):
             capacity_bytes=now.capacity_bytes,
             objects=now.objects,
         )
+
+    def room(self) -> Room:
+        memory = available_memory()
+        return Room("memory", memory.source, memory.have_bytes, memory.reserve_bytes)
 
     def close(self) -> None:
         self._is_closed = True
