@@ -1,21 +1,27 @@
 """The `cachesvc` command line.
 
-Commands come from the entry-point group `cachesvc.commands`: each object is `command(argv: list[str]) -> int`. It is
-given what follows its name, `--help` included, and returns the exit status. It is loaded when it is called, so that a
-command that needs torch costs the others nothing.
+Each command is `command(argv: list[str]) -> int`. It is given what follows its name, `--help` included, and returns the
+exit status. It is loaded when it is called, so that a command that needs torch costs the others nothing. The node's own
+commands are listed here; others come from the entry-point group `cachesvc.commands`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import typer
 
 GROUP = "cachesvc.commands"
+OWN = {
+    "up": ("cachesvc.commands.up:command", "Run the node of this machine until it is told to stop."),
+    "status": ("cachesvc.commands.status:command", "Show the node of this machine: health, tiers, sessions, regions."),
+    "config": ("cachesvc.commands.config:command", "Show, check, or write an example of the node's configuration."),
+    "version": ("cachesvc.commands.version:command", "Print the version."),
+}
 PASS_EVERYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -34,24 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build(commands: Iterable[EntryPoint]) -> typer.Typer:
-    """The application: `version` and one sub-command per entry point. ImportError: no typer."""
+    """The application: our own commands and one sub-command per entry point. ImportError: no typer."""
     import typer
 
-    app = typer.Typer(help="A tiered KV-cache service for LLM serving.", no_args_is_help=True, add_completion=False)
+    app = typer.Typer(
+        help="A tiered KV-cache service for LLM serving.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
 
     @app.callback()
     def _root() -> None:
         """A tiered KV-cache service for LLM serving."""  # with a callback, a single command is still a sub-command
 
-    @app.command("version")
-    def _version() -> None:
-        """Print the version."""
-        typer.echo(version("cachesvc"))
-
-    for entry in sorted(commands, key=lambda entry: entry.name):
-        app.command(entry.name, help=f"{entry.value}", context_settings=PASS_EVERYTHING, add_help_option=False)(
-            _forwarding(entry)
-        )
+    own = [(EntryPoint(name, value, GROUP), text) for name, (value, text) in OWN.items()]
+    others = [(entry, entry.value) for entry in sorted(commands, key=lambda entry: entry.name)]
+    for entry, text in (*own, *others):
+        app.command(entry.name, help=text, context_settings=PASS_EVERYTHING, add_help_option=False)(_forwarding(entry))
     return app
 
 
@@ -70,9 +76,7 @@ def _call(entry: EntryPoint, argv: list[str]) -> int:
     try:
         command: Callable[[list[str]], int] = entry.load()
     except ImportError as error:
-        print(
-            f"cachesvc {entry.name}: {error}; it may need an extra: pip install 'cachesvc[{entry.name}]'",
-            file=sys.stderr,
-        )
+        extra = "server" if entry.name in OWN else entry.name
+        print(f"cachesvc {entry.name}: {error}; it may need an extra: pip install 'cachesvc[{extra}]'", file=sys.stderr)
         return 1
     return command(argv)

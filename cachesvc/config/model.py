@@ -96,6 +96,7 @@ class TierConfig(Section):
 
     backend: str = Field(description="where pages rest: the name of a storage backend")
     name: str = Field("", description="how metrics call it; unset: the backend's name")
+    optional: bool = Field(False, description="start although it does not answer; else that is an error")
     options: dict[str, Any] = Field(default_factory=dict, description="the backend's own options")
 
     @field_validator("backend")

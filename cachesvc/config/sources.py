@@ -61,11 +61,12 @@ def load_config(prog: str, argv: Sequence[str]) -> Config:
             return flags, env_settings, TomlConfigSettingsSource(settings_cls, path)
 
     try:
-        return Loaded()
+        loaded = Loaded()
     except ValidationError as error:
         raise ConfigError(_explain(error.errors()[0], path, file_values)) from None
     except SettingsError as error:
         raise ConfigError(f"{error}: {error.__cause__}") from None
+    return Config.model_construct(**{name: getattr(loaded, name) for name in Config.model_fields})
 
 
 class _FlagParser(argparse.ArgumentParser):

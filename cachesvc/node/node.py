@@ -30,6 +30,7 @@ from cachesvc.node.parts import NodeOptions, Parts
 from cachesvc.node.prefetch import PrefetchOp
 from cachesvc.node.promotion import Promotions
 from cachesvc.node.regions import SharedPages
+from cachesvc.node.report import NodeReport, report_region, report_session
 from cachesvc.node.sessions import NO_PEER, FrameSession, Grant, Session
 from cachesvc.node.tiers import Tier, TierChain
 from cachesvc.node.workers import ManualPool, ThreadPool
@@ -221,6 +222,14 @@ class Node:
             reasons.append(f"{num_stuck} of {self._parts.pool.num_workers} workers are stuck on one slice")
         is_ready = not self._is_closing and num_stuck < self._parts.pool.num_workers
         return Health(is_ready, tuple(reasons))
+
+    def report(self) -> NodeReport:
+        """Sessions, regions and tiers as they are now; no I/O."""
+        with self._parts.state:
+            sessions = [report_session(session) for session in self._sessions.values()]
+            regions = [report_region(session) for session in self._sessions.values()]
+        tiers = [] if self._is_closing else self._parts.tiers.reports(self.options.stuck_after_s)
+        return NodeReport(tuple(sessions), tuple(regions), tuple(tiers))
 
     def run_one(self) -> bool:
         """Only with `manual`: runs the next slice on this thread. False: none may run now."""

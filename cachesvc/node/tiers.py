@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from cachesvc.clock import Clock
 from cachesvc.node.counters import NodeCounters, count_outcomes
+from cachesvc.node.progress import TierProgress
+from cachesvc.node.report import TierReport, report_tier
 from cachesvc.outcomes import Direction, TierError
 from storage_backends.base import Capabilities, Guard, ObjectIds, Outcome, Outcomes, Segments, StorageBackend, outcomes
 from storage_backends.errors import StorageError
@@ -89,7 +91,7 @@ class _CountedTier:
         self._counters = counters
         self._clock = clock
         self._views: dict[bytes, StorageBackend] = {}
-        self._failing: dict[Direction, TierError] = {}
+        self.progress = TierProgress(clock)
 
     def view(self, namespace: bytes) -> StorageBackend:
         """The backend with pages of `namespace` checked; made once per namespace."""
@@ -125,8 +127,9 @@ class _CountedTier:
     def _ask(self, direction: Direction, count: int, call: Callable[[], Outcomes]) -> Outcomes:
         started = self._clock.now()
         try:
-            results = call()
-            self._failing.pop(direction, None)
+            with self.progress.call(direction):
+                results = call()
+            self.progress.succeeded(direction)
         except StorageError as error:
             results = self._refused(direction, count, error, _kind(error), error.outcome)
         except Exception as error:
@@ -140,8 +143,7 @@ class _CountedTier:
         self, direction: Direction, count: int, error: Exception, kind: TierError, outcome: Outcome
     ) -> Outcomes:
         # Once per spell of failure: a medium that is down would fill the log, and the counters have the number.
-        if self._failing.get(direction) is not kind:
-            self._failing[direction] = kind
+        if self.progress.failed(direction, kind):
             # As text: a record that is kept somewhere must not keep the error's frames, and with them a region's
             # memory.
             logger.warning("tier %s: %s of %d pages raised: %s", self.name, direction, count, repr(error))
@@ -251,6 +253,10 @@ class TierChain:
     def no_usage(self) -> dict[str, float]:
         """The same tiers, once they are closed."""
         return {tier.name: 0.0 for tier in self._tiers}
+
+    def reports(self, stuck_after_s: float) -> list[TierReport]:
+        """Each tier as it is now; no I/O."""
+        return [report_tier(tier.name, tier.backend, tier.progress.troubles(stuck_after_s)) for tier in self._tiers]
 
     def close(self) -> None:
         """Closes the backends, the last one first. Idempotent as far as they are."""

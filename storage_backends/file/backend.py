@@ -107,9 +107,7 @@ class FileBackend(StorageBackend):
         return self._on_current(ObjectDirectory.usage)
 
     def room(self) -> Room:
-        status = os.statvfs(self._path)
-        medium = f"file system {os.stat(self._path).st_dev}"
-        return Room(medium, f"the file system of {self._path}", status.f_bavail * status.f_frsize, reserve_bytes=0)
+        return self._on_current(ObjectDirectory.room)
 
     def close(self) -> None:
         with self._replacing:

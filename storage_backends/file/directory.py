@@ -29,6 +29,7 @@ from storage_backends.base import (
     ObjectIds,
     Outcome,
     Outcomes,
+    Room,
     ScanBatch,
     Segments,
     StorageBackend,
@@ -211,6 +212,12 @@ class ObjectDirectory(StorageBackend):
                 objects=now.objects,
                 set_aside_bytes=now.set_aside_bytes,
             )
+
+    def room(self) -> Room:
+        """What the directory's file system has left. Raises OSError."""
+        status = os.statvfs(self._path)
+        medium = f"file system {os.stat(self._path).st_dev}"
+        return Room(medium, f"the file system of {self._path}", status.f_bavail * status.f_frsize, reserve_bytes=0)
 
     def is_lost(self) -> bool:
         """Whether the directory was removed, replaced or emptied since: nothing put here is found by anybody then."""

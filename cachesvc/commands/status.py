@@ -1,0 +1,112 @@
+"""`cachesvc status [--socket PATH] [--json]`: the running node, as its admin door tells it.
+
+Exit status: 0 ready, 1 not ready or no answer, 3 no daemon at that socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from cachesvc.client.address import default_socket_path
+from cachesvc.daemon.claim import read_run_info
+from cachesvc.daemon.summary import size
+
+PARTS = ("node", "tiers", "sessions", "regions")
+ANSWER_S = 5.0
+
+
+def command(argv: Sequence[str]) -> int:
+    """Prints the status; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="cachesvc status", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--socket", type=Path, default=default_socket_path(), help="the daemon's (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    try:
+        wanted = parser.parse_args(argv)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    info = read_run_info(wanted.socket)
+    if info is None:
+        return _fail(f"no daemon at {wanted.socket}; `cachesvc up` starts one", 3)
+    if not info.admin_url:
+        return _fail(f"the daemon with pid {info.pid} has its admin door closed (admin.enabled)", 1)
+    try:
+        answers = {part: _get(f"{info.admin_url}/api/{part}") for part in PARTS}
+    except (OSError, ValueError) as error:
+        return _fail(f"the daemon with pid {info.pid} does not answer at {info.admin_url}: {error}", 1)
+    if wanted.json:
+        print(json.dumps(answers, indent=1))
+    else:
+        _show(answers)
+    return 0 if answers["node"]["is_ready"] else 1
+
+
+def _get(url: str) -> Any:
+    # No proxy: it is this machine.
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=ANSWER_S) as answer:
+        return json.load(answer)
+
+
+def _show(answers: dict[str, Any]) -> None:
+    node = answers["node"]
+    state = "ready" if node["is_ready"] else f"not ready: {'; '.join(node['reasons'])}"
+    console = Console(highlight=False)
+    console.print(f"cachesvc {node['version']}, pid {node['pid']}, {state}", soft_wrap=True)
+    console.print(f"channel unix://{node['socket']}   admin {node['admin_url']}", soft_wrap=True)
+    console.print(_table("tiers", ["name", "state", "used", "cap", "objects", "place"], map(_tier, answers["tiers"])))
+    console.print(
+        _table("sessions", ["id", "group", "model", "ops", "waiting to be stored"], map(_session, answers["sessions"]))
+    )
+    console.print(
+        _table("regions", ["manager", "size", "frames", "lent", "quarantined"], map(_region, answers["regions"]))
+    )
+
+
+def _table(title: str, columns: Sequence[str], rows: Any) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _tier(tier: dict[str, Any]) -> tuple[object, ...]:
+    cap = size(tier["capacity_bytes"]) if tier["capacity_bytes"] else "none"
+    state = "; ".join(tier["troubles"]) or ("ok" if tier["is_complete"] else "ok, scanning")
+    return tier["name"], state, size(tier["used_bytes"]), cap, tier["objects"], tier["place"]
+
+
+def _session(session: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        session["session_id"],
+        session["group"],
+        session["model_id"],
+        session["num_ops"],
+        session["waiting_store_pages"],
+    )
+
+
+def _region(region: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        region["manager"],
+        size(region["total_bytes"]),
+        region["num_frames"],
+        region["lent_frames"],
+        region["quarantined_frames"],
+    )
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"cachesvc status: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,93 @@
+"""`cachesvc up`: runs the daemon until it is told to stop.
+
+The exit status is 0 after SIGTERM or SIGINT, 2 for a wrong configuration, 1 for what only shows on this machine: memory
+that is not there, a socket or port in use. Errors are one line on stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import uvloop
+
+from cachesvc.config.model import Config, ConfigError
+from cachesvc.config.sources import load_config
+from cachesvc.daemon.claim import Claim, SocketTaken
+from cachesvc.daemon.summary import DoesNotFit
+from cachesvc.daemon.up import Daemon, compose, serve, socket_path
+from cachesvc.rpc.codec import versions
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def command(argv: Sequence[str]) -> int:
+    """Serves until stopped; returns the exit status."""
+    try:
+        config = load_config("cachesvc up", argv)
+    except ConfigError as error:
+        return _fail(error, 2)
+    except SystemExit as ended:  # --help
+        return int(ended.code or 0)
+    _log_to_stderr(config.node.log_level.upper())
+    try:
+        with _ending_by_signal():
+            return _run(config)
+    except ConfigError as error:
+        return _fail(error, 2)
+    except (SocketTaken, DoesNotFit, OSError) as error:
+        return _fail(error, 1)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def _run(config: Config) -> int:
+    claim = Claim.take(socket_path(config))
+    try:
+        print(f"cachesvc {versions().software}", flush=True)
+        daemon = compose(config)
+        return uvloop.run(_serve(daemon, claim, config.node.drain_s))
+    finally:
+        claim.release()
+
+
+async def _serve(daemon: Daemon, claim: Claim, drain_s: float) -> int:
+    stop, at_once = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (at_once if stop.is_set() else stop).set()
+
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return await serve(daemon, claim, drain_s, stop, at_once)
+
+
+@contextmanager
+def _ending_by_signal() -> Iterator[None]:
+    """Until the event loop takes them over, signals end the start-up in order, with status 0."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(0)
+
+    before = {number: signal.signal(number, end) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    if level == "INFO":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces what is printed here already
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"cachesvc up: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,115 @@
+"""One daemon per socket: the claim on a socket's path, and what it tells others about the daemon that holds it.
+
+DESIGN. Beside the socket lies `<socket>.lock`, locked (flock) for as long as the daemon lives, so that the kernel
+releases it whatever way the daemon ends. Its text says who holds it and where the admin door is. Who gets the lock may
+remove a socket that lies there: nobody serves it. The lock file goes with its holder; whoever locked a file that has
+lost its name meanwhile tries again.
+
+    SocketTaken (RuntimeError)   a daemon holds the path; the message has its pid
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MAX_PATH_BYTES = 107
+
+
+class SocketTaken(RuntimeError):
+    """Another daemon lives at this socket."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a daemon says about itself to whoever finds its socket. `admin_url` is empty where that door is closed."""
+
+    pid: int
+    version: str
+    admin_url: str = ""
+
+
+class Claim:
+    """The right to serve at a socket's path. Held from `take` to `release`, at the longest for the process's life."""
+
+    def __init__(self, socket_path: Path, lock_fd: int) -> None:
+        self.socket_path = socket_path
+        self._lock_path = lock_path(socket_path)
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def take(cls, socket_path: Path) -> Claim:
+        """Claims the path and removes a socket that a dead daemon left there. Makes the folder (0700) where there is
+        none. SocketTaken; OSError: the path is too long, the folder cannot be used, or no socket lies there but
+        something else."""
+        if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
+            raise OSError(f"{socket_path} is longer than the {MAX_PATH_BYTES} bytes a Unix socket's path may have")
+        socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock_fd = _locked(socket_path)
+        try:
+            _remove_stale(socket_path)
+        except OSError:
+            lock_path(socket_path).unlink()
+            os.close(lock_fd)
+            raise
+        return cls(socket_path, lock_fd)
+
+    def announce(self, info: RunInfo) -> None:
+        """Writes what `read_run_info` gives to others."""
+        text = json.dumps(asdict(info)).encode() + b"\n"
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, text, 0)
+
+    def release(self) -> None:
+        """Removes the socket, then the lock. Idempotent."""
+        if self._lock_fd >= 0:
+            self.socket_path.unlink(missing_ok=True)
+            self._lock_path.unlink(missing_ok=True)
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def lock_path(socket_path: Path) -> Path:
+    """Where the claim on `socket_path` lies."""
+    return socket_path.with_name(socket_path.name + ".lock")
+
+
+def read_run_info(socket_path: Path) -> RunInfo | None:
+    """What the daemon at this socket announced; None where there is none (one that died without a chance to clean up
+    still has its text there)."""
+    try:
+        return RunInfo(**json.loads(lock_path(socket_path).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _locked(socket_path: Path) -> int:
+    path = lock_path(socket_path)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return fd
+        except BlockingIOError:
+            info = read_run_info(socket_path)
+            who = "a daemon that is starting" if info is None else f"the daemon with pid {info.pid}"
+            os.close(fd)
+            raise SocketTaken(f"{socket_path} is in use by {who}; stop it, or choose another socket") from None
+        except FileNotFoundError:
+            pass  # its holder ended between our two calls
+        os.close(fd)
+
+
+def _remove_stale(socket_path: Path) -> None:
+    try:
+        mode = os.lstat(socket_path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(f"{socket_path} is there and is no socket; remove it, or choose another path")
+    socket_path.unlink()

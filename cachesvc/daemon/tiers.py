@@ -1,0 +1,85 @@
+"""Opens the tiers of a configuration, and finds out before a door opens whether they answer."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+
+from cachesvc.config.model import ConfigError, TierConfig
+from cachesvc.node.tiers import Tier
+from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
+from storage_backends.errors import StorageConfigError, StorageError
+from storage_backends.registry import open_backend
+
+ANSWER_S = 2.0
+"""How long a tier may take to open, to answer a first question, or to close after a wrong answer."""
+
+T = TypeVar("T")
+
+
+def open_tiers(configs: Sequence[TierConfig]) -> list[Tier]:
+    """Open tiers in the same order; the caller closes them. ConfigError names the tier and what is wrong with it;
+    nothing is left open then, apart from what hangs."""
+    tiers: list[Tier] = []
+    try:
+        for index, config in enumerate(configs):
+            tiers.append(Tier(config.label, _open(index, config)))
+    except ConfigError:
+        for tier in tiers:
+            tier.backend.close()
+        raise
+    return tiers
+
+
+def _open(index: int, config: TierConfig) -> StorageBackend:
+    place = f"tier[{index}] ({config.label})"
+    try:
+        backend = _bounded(lambda: open_backend(config.backend, config.options))
+    except StorageConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    except (StorageError, OSError, TimeoutError) as error:
+        raise ConfigError(f"{place}: cannot be opened: {error}; see to it, or take the tier out") from error
+    trouble = _trouble(backend)
+    if trouble and not config.optional:
+        with suppress(StorageError, OSError, TimeoutError):  # what is wrong with it is told below
+            _bounded(backend.close)
+        raise ConfigError(
+            f"{place}: {trouble}; start what it needs, take the tier out, or set optional = true to start without it"
+        )
+    return backend
+
+
+def _trouble(backend: StorageBackend) -> str:
+    """Why the backend does not answer; empty if it does."""
+    unknown = np.frombuffer(os.urandom(OBJECT_ID_BYTES), np.uint8).reshape(1, -1).copy()
+    try:
+        answer = Outcome(int(_bounded(lambda: backend.contains(unknown))[0]))
+    except (StorageError, OSError, TimeoutError) as error:
+        return f"does not answer: {error}"
+    return "" if answer in (Outcome.OK, Outcome.MISS) else f"answers {answer.name.lower()} when asked for a page"
+
+
+def _bounded(call: Callable[[], T]) -> T:
+    """What `call` returns or raises, on a thread that is left behind after `ANSWER_S`: TimeoutError."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # handed on below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {ANSWER_S:g} s")
+    return results[0]

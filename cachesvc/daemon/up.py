@@ -1,0 +1,187 @@
+"""The daemon put together: tiers, node, doors; from the first check to the last page.
+
+DESIGN. Everything that can be refused is refused before a door opens: configuration, claim on the socket, tiers,
+memory, ports. The main thread runs the event loop of the local channel; workers, admin door and gRPC have their own
+threads. SIGTERM or SIGINT: the node takes no new work and stores what waits, for at most `node.drain_s`; readiness says
+so meanwhile; then the doors close and the exit status is 0, also when pages were lost to the bound (their number is
+reported). A second signal, or an end that takes `MARGIN_S` longer than it may, ends the process at once with status 1;
+memory and temporary files of a process that ends like this need no cleaning up. The socket is removed in every case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from cachesvc.client.address import default_socket_path
+from cachesvc.clock import SystemClock
+from cachesvc.commands.version import about
+from cachesvc.config.model import Config
+from cachesvc.config.text import effective
+from cachesvc.daemon.admin import AdminDoor, bind_loopback, build_app
+from cachesvc.daemon.claim import Claim, RunInfo
+from cachesvc.daemon.health import Health, Heartbeat
+from cachesvc.daemon.summary import (
+    check_demands,
+    describe_tiers,
+    describe_total,
+    memory_room,
+    size,
+    tier_demand,
+)
+from cachesvc.daemon.tiers import open_tiers
+from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
+from cachesvc.rpc.codec import versions
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.5
+MARGIN_S = 5.0
+
+
+class Daemon:
+    """A node and its doors. Made by `compose`; `start` and `stop` in one event loop, `stop` once."""
+
+    def __init__(self, config: Config, node: Node, summary: list[str]) -> None:
+        self.node = node
+        self.summary = summary
+        self._config = config
+        self._started_s = time.time()
+        self._heartbeat = Heartbeat(SystemClock())
+        self._health = Health(node, self._heartbeat)
+        self._admin: AdminDoor | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    @property
+    def admin_url(self) -> str:
+        """Where the admin door is; empty where it is closed."""
+        return "" if self._admin is None else self._admin.url
+
+    async def start(self) -> None:
+        """Opens the doors. OSError: one of them cannot be opened; `stop` is still to be called."""
+        admin = self._config.admin
+        self._beating = asyncio.create_task(self._beat())
+        if admin.enabled:
+            bound = bind_loopback(admin.host, admin.port)
+            self._admin = AdminDoor(build_app(self.node, self._health, admin.host, self._answers()), bound)
+            self._admin.start()
+
+    async def stop(self, drain_s: float) -> int:
+        """Drains within `drain_s`, closes everything. Returns how many accepted pages were not stored."""
+        num_lost = await asyncio.to_thread(self.node.close, drain_s)
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._admin is not None:
+            await asyncio.to_thread(self._admin.stop)
+        return num_lost
+
+    async def _beat(self) -> None:
+        while True:
+            self._heartbeat.beat()
+            await asyncio.sleep(BEAT_S)
+
+    def _answers(self) -> dict[str, Callable[[], object]]:
+        return {
+            "version": about,
+            "config": lambda: effective(self._config),
+            "node": self._about,
+        }
+
+    def _about(self) -> dict[str, object]:
+        readiness = self._health.readiness()
+        return {
+            "pid": os.getpid(),
+            "version": versions().software,
+            "started_s": self._started_s,
+            "socket": str(socket_path(self._config)),
+            "admin_url": self.admin_url,
+            "is_ready": readiness.is_ready,
+            "reasons": readiness.reasons,
+            "memory": asdict(memory_room()),
+        }
+
+
+def socket_path(config: Config) -> Path:
+    """Where the local channel is."""
+    path = config.channel.socket
+    return default_socket_path() if path is None else path.expanduser().absolute()
+
+
+def compose(config: Config) -> Daemon:
+    """Opens the tiers, checks that everything fits, makes the node. No door is open yet.
+
+    ConfigError, DoesNotFit, OSError: with a line for the operator; nothing is left open then.
+    """
+    with ExitStack() as undo:
+        tiers = open_tiers(config.tier)
+        for tier in tiers:
+            undo.callback(tier.backend.close)
+        demands = [tier_demand(index, tier) for index, tier in enumerate(tiers)]
+        known = [demand for demand in demands if demand is not None]
+        check_demands(known)
+        room = memory_room()
+        summary = [
+            f"memory   regions as engines attach: have {size(room.have_bytes)} ({room.source}), "
+            f"reserve {size(room.reserve_bytes)}",
+            *describe_tiers(tiers, demands),
+            *describe_total(known),
+        ]
+        node = Node(tiers, options=node_options(config))
+        undo.pop_all()
+    return Daemon(config, node, summary)
+
+
+def node_options(config: Config) -> NodeOptions:
+    """The node's part of the configuration."""
+    node = config.node
+    return NodeOptions(
+        num_workers=node.workers,
+        slice_pages=node.slice_pages,
+        max_ops=node.max_ops,
+        max_waiting_store_pages=node.max_waiting_store_pages,
+        stuck_after_s=node.stuck_after_s,
+    )
+
+
+async def serve(daemon: Daemon, claim: Claim, drain_s: float, stop: asyncio.Event, at_once: asyncio.Event) -> int:
+    """From open doors to closed ones: runs until `stop`. Returns the exit status. `at_once` ends the waiting."""
+    try:
+        await daemon.start()
+        claim.announce(RunInfo(os.getpid(), versions().software, daemon.admin_url))
+        print("\n".join([*daemon.summary, *_doors(daemon, claim), "ready"]), flush=True)
+        await stop.wait()
+    finally:
+        num_lost = await _stop_bounded(daemon, drain_s, at_once)
+    if num_lost is None:
+        log.error("stopped at once: what was waiting to be stored is lost")
+        claim.release()
+        logging.shutdown()
+        os._exit(1)  # a thread that hangs would keep the interpreter from ending
+    if num_lost:
+        log.warning("stopped: %d pages could not be stored within %g s", num_lost, drain_s)
+    else:
+        log.info("stopped: every page that was to be stored is")
+    return 0
+
+
+async def _stop_bounded(daemon: Daemon, drain_s: float, at_once: asyncio.Event) -> int | None:
+    """Pages lost; None: somebody did not want to wait any longer, or the bound is over."""
+    stopping = asyncio.create_task(daemon.stop(drain_s))
+    hurry = asyncio.create_task(at_once.wait())
+    await asyncio.wait({stopping, hurry}, timeout=drain_s + MARGIN_S, return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    return stopping.result() if stopping.done() else None
+
+
+def _doors(daemon: Daemon, claim: Claim) -> list[str]:
+    return [
+        f"channel  unix://{claim.socket_path}",
+        f"admin    {daemon.admin_url or 'off'}",
+    ]

@@ -1,0 +1,61 @@
+"""Whether a tier makes progress: calls under way and how the last ones ended. Thread-safe."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cachesvc.clock import Clock
+from cachesvc.outcomes import Direction, TierError
+
+FRESH_S = 60.0
+"""How long a failure counts when no call has followed it: an idle tier is not known to be down."""
+
+
+class TierProgress:
+    """What the calls of one tier say about its health."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._running: dict[int, tuple[Direction, float]] = {}
+        self._failed: dict[Direction, tuple[TierError, float]] = {}
+
+    @contextmanager
+    def call(self, direction: Direction) -> Iterator[None]:
+        """Around a call of the tier."""
+        with self._lock:
+            number = next(self._numbers)
+            self._running[number] = (direction, self._clock.now())
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[number]
+
+    def succeeded(self, direction: Direction) -> None:
+        """A call was answered."""
+        with self._lock:
+            self._failed.pop(direction, None)
+
+    def failed(self, direction: Direction, kind: TierError) -> bool:
+        """A call raised. Whether this is news: the call before it in this direction did not fail like that."""
+        with self._lock:
+            before = self._failed.get(direction)
+            self._failed[direction] = (kind, self._clock.now())
+            return before is None or before[0] is not kind
+
+    def troubles(self, stuck_after_s: float) -> list[str]:
+        """What is wrong now, a few words each; empty while the tier is well or idle."""
+        now = self._clock.now()
+        with self._lock:
+            failed = [
+                f"{direction} fails: {kind}" for direction, (kind, at) in self._failed.items() if now - at < FRESH_S
+            ]
+            late = [(direction, now - since) for direction, since in self._running.values()]
+        return failed + [
+            f"a {one} has been running for {seconds:.0f} s" for one, seconds in late if seconds >= stuck_after_s
+        ]

@@ -1,0 +1,105 @@
+"""The daemon as a person runs it: up, status, version, config, and its end."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.helpers.daemon import HANG_S, DaemonProcess, Home
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "engine_plugin"):
+            raise ImportError(f"{name} is not to be imported here")
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.fixture
+def home():
+    home = Home()
+    yield home
+    home.remove()
+
+
+def test_the_summary_names_every_part_and_ready_comes_last(home):
+    with DaemonProcess(home) as daemon:
+        text = "".join(daemon.output)
+        assert f"unix://{home.socket}" in text
+        assert f"tier     file at {home.pages}, cap " in text
+        for word in ("need ", "have ", "reserve ", daemon.info.admin_url):
+            assert word in text
+        assert daemon.output[-1] == "ready\n"
+
+
+def test_status_shows_the_running_node(home):
+    assert home.run("status").returncode == 3
+    with DaemonProcess(home) as daemon:
+        shown = home.run("status")
+        assert shown.returncode == 0, shown.stderr
+        assert f"pid {daemon.process.pid}, ready" in shown.stdout
+        parts = json.loads(home.run("status", "--json").stdout)
+        assert parts["node"]["pid"] == daemon.process.pid
+        assert [tier["name"] for tier in parts["tiers"]] == ["file"]
+        assert parts["sessions"] == parts["regions"] == []
+        assert home.run("status", "--socket", str(home.path / "other")).returncode == 3
+    assert home.run("status").returncode == 3
+
+
+def test_status_of_a_daemon_that_is_dead_or_has_no_admin_door(home):
+    with DaemonProcess(home) as daemon:
+        daemon.kill()
+    ended = home.run("status")
+    assert ended.returncode == 1
+    assert "does not answer" in ended.stderr
+
+
+def test_version(home):
+    plain, full = home.run("version"), json.loads(home.run("version", "--json").stdout)
+    assert plain.stdout == full["version"] + "\n"
+    assert {"file", "memory"} <= set(full["backends"])
+    assert full["protocol"] >= 1
+    assert home.run("version", "--jsn").returncode == 2
+
+
+def test_config_show_and_the_daemons_own_answer_are_the_same(home):
+    shown = json.loads(home.run("config", "show", "--json", "--node.workers", "2").stdout)
+    assert shown["node"]["workers"] == 2
+    with DaemonProcess(home, "--node.workers", "2") as daemon:
+        served = daemon.client.get("/api/config").json()
+    assert served["admin"].pop("port") == 0
+    shown["admin"].pop("port")
+    assert served == shown
+
+
+def test_config_example_starts_a_daemon(home):
+    (home.path / "node.toml").write_text(home.run("config", "example").stdout)
+    with DaemonProcess(home, "--config", "node.toml") as daemon:
+        assert daemon.client.get("/healthz").text == "ok"
+
+
+def test_config_without_or_with_a_wrong_sub_command(home):
+    assert home.run("config").returncode == 2
+    assert home.run("config", "--help").returncode == 0
+    assert "'show'" in home.run("config", "shwo").stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_status_0_and_leaves_nothing(home, number):
+    with DaemonProcess(home) as daemon:
+        daemon.process.send_signal(number)
+        assert daemon.process.wait(HANG_S) == 0
+    assert os.listdir(home.socket.parent) == []
+
+
+def test_it_runs_where_torch_cannot_be_imported(home):
+    (home.path / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    more = {"PYTHONPATH": os.pathsep.join([str(home.path), *filter(None, sys.path)])}
+    assert home.run("version", **more).returncode == 0
+    with DaemonProcess(home, **more) as daemon:
+        assert daemon.client.get("/readyz").status_code == 200
+        assert home.run("status", **more).returncode == 0

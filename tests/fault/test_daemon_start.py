@@ -1,0 +1,205 @@
+"""Start-up preflight: whatever cannot work ends the start, with one line that says what to do, and leaves no socket
+behind. (Memory cannot be left behind: regions have no name.)"""
+
+import json
+import os
+import socket
+import threading
+
+import pytest
+
+from cachesvc.config.model import ConfigError, TierConfig
+from cachesvc.daemon import tiers as daemon_tiers
+from cachesvc.daemon.tiers import open_tiers
+from storage_backends.base import Outcome, outcomes
+from storage_backends.errors import StorageUnavailable
+from storage_backends.layers.passing import PassingLayer
+from storage_backends.registry import open_backend
+from tests.helpers.daemon import DaemonProcess, Home
+
+
+@pytest.fixture
+def home():
+    home = Home()
+    yield home
+    home.remove()
+
+
+def tiers(*tiers):
+    return ["--tier", json.dumps(list(tiers))]
+
+
+def memory_tier(capacity, name="memory"):
+    return {"backend": "memory", "name": name, "options": {"capacity_bytes": capacity}}
+
+
+def file_tier(**options):
+    return {"backend": "file", "options": options}
+
+
+CASES = {
+    "misspelt key": (["--node.worker", "3"], 2, ["--node.worker", "'--node.workers'"]),
+    "misspelt option": (tiers(file_tier(pth="x")), 2, ["tier[0] (file)", "'pth'", "'path'"]),
+    "unknown backend": (tiers({"backend": "fiel"}), 2, ["tier[0].backend", "'file'"]),
+    "more memory than there is": (
+        tiers(memory_tier("8 TiB")),
+        1,
+        ["tier[0].options.capacity_bytes", "need 8 TiB", "have ", "reserve ", "ask for "],
+    ),
+    "more memory than there is, together": (
+        tiers(*[memory_tier("1 TiB", f"rank{rank}") for rank in range(8)]),
+        1,
+        ["tier[7].options.capacity_bytes", "need 8 TiB", "have ", "reserve ", "ask for "],
+    ),
+    "a file tier larger than its file system": (
+        tiers(file_tier(path="pages", capacity_bytes="8000 TiB")),
+        1,
+        ["tier[0].options.capacity_bytes", "need 8000 TiB", "have ", "the file system of ", "ask for "],
+    ),
+    "limit below what one step stores": (
+        ["--node.max-waiting-store-pages", "3"],
+        2,
+        ["max_waiting_store_pages=3", "slice_pages=128", "raise it to 128"],
+    ),
+    "a directory that cannot be made": (
+        tiers(file_tier(path="/proc/pages")),
+        2,
+        ["tier[0] (file)", "'/proc/pages'", "name another one"],
+    ),
+    "a file where a directory should be": (
+        tiers(file_tier(path="/etc/hostname")),
+        2,
+        ["tier[0] (file)", "'/etc/hostname'", "name another one"],
+    ),
+    "an address others could reach": (["--admin.host", "0.0.0.0"], 2, ["admin.host", "'0.0.0.0'", "127.0.0.1"]),
+    "a socket path that is too long": (["--socket", "/tmp/" + "x" * 120], 1, ["x" * 120, "107"]),
+    "a socket in a folder that cannot be": (["--socket", "/proc/no/node.sock"], 1, ["/proc/no"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_work_ends_the_start(home, case):
+    flags, status, words = CASES[case]
+    ended = home.run("up", *flags)
+    assert ended.returncode == status, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("cachesvc up: error: ")
+    for word in words:
+        assert word in line, line
+    assert not home.socket.parent.exists() or not os.listdir(home.socket.parent)
+
+
+def test_check_finds_the_same_and_opens_no_door(home):
+    for flags, status, words in CASES.values():
+        ended = home.run("config", "check", *flags)
+        # A claim on the socket is what `check` does not try: a daemon may be running.
+        expected = 0 if flags[0] == "--socket" else status
+        assert ended.returncode == expected, ended.stderr
+        assert expected == 0 or all(word in ended.stderr for word in words)
+    assert not home.socket.parent.exists()
+
+
+def test_a_port_in_use_is_named_and_nothing_is_left(home):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        ended = home.run("up", "--admin.port", port)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert all(word in line for word in ("admin.port", port, "another port")), line
+    assert os.listdir(home.socket.parent) == []
+
+
+def test_a_second_daemon_is_refused_with_the_first_ones_pid(home):
+    with DaemonProcess(home) as daemon:
+        ended = home.run("up", "--admin.port", "0")
+        assert ended.returncode == 1
+        (line,) = ended.stderr.splitlines()
+        assert f"pid {daemon.process.pid}" in line
+        assert str(home.socket) in line
+        assert daemon.client.get("/readyz").status_code == 200
+
+
+def test_what_a_killed_daemon_left_is_replaced(home):
+    with DaemonProcess(home) as first:
+        first.kill()
+    assert os.listdir(home.socket.parent)
+    with DaemonProcess(home) as second:
+        assert second.info.pid == second.process.pid != first.process.pid
+    assert os.listdir(home.socket.parent) == []
+
+
+class Silent(PassingLayer):
+    """A medium that cannot be asked: it hangs, answers or raises as the test says."""
+
+    def __init__(self, answer):
+        super().__init__(open_backend("memory", {}))
+        self.answer = answer
+        self.is_closed = False
+
+    def contains(self, ids):
+        return self.answer(ids)
+
+    def close(self):
+        self.is_closed = True
+        super().close()
+
+
+def down(_):
+    raise StorageUnavailable("connection refused")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Backends that were opened; those called `bad` are the test's."""
+    backends, answers = [], {}
+
+    def open_one(name, options):
+        backends.append(
+            Silent(answers["bad"]) if "bad" in options else Silent(lambda ids: outcomes(len(ids), Outcome.MISS))
+        )
+        return backends[-1]
+
+    monkeypatch.setattr(daemon_tiers, "open_backend", open_one)
+    return backends, answers
+
+
+GOOD = TierConfig(backend="memory")
+BAD = TierConfig(backend="memory", name="far", options={"bad": True})
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(down, "connection refused"), (lambda ids: outcomes(len(ids), Outcome.TIMEOUT), "timeout")],
+)
+def test_a_tier_that_does_not_answer_is_named_and_the_others_are_closed(opened, answer, words):
+    backends, answers = opened
+    answers["bad"] = answer
+    with pytest.raises(ConfigError) as caught:
+        open_tiers([GOOD, BAD])
+    for part in ("tier[1] (far)", words, "optional = true"):
+        assert part in str(caught.value)
+    assert [one.is_closed for one in backends] == [True, True]
+
+
+def test_a_tier_that_hangs_is_left_behind_after_a_bound(opened, monkeypatch):
+    monkeypatch.setattr(daemon_tiers, "ANSWER_S", 0.05)
+    _, answers = opened
+    release = threading.Event()
+
+    def hang(ids):
+        release.wait()
+        return outcomes(len(ids), Outcome.MISS)
+
+    answers["bad"] = hang
+    with pytest.raises(ConfigError, match=r"tier\[0\] \(far\): does not answer: no answer within 0.05 s"):
+        open_tiers([BAD])
+    release.set()
+
+
+def test_an_optional_tier_may_be_down(opened):
+    backends, answers = opened
+    answers["bad"] = down
+    assert [tier.name for tier in open_tiers([BAD.model_copy(update={"optional": True})])] == ["far"]
+    assert not backends[0].is_closed

@@ -1,0 +1,186 @@
+"""The daemon's configuration: sources and their order, one-line errors with the nearest name, and an example that
+cannot be out of date."""
+
+import json
+import re
+import tomllib
+
+import pytest
+
+from cachesvc.config import model
+from cachesvc.config.model import Config, ConfigError, Section, TierConfig
+from cachesvc.config.sources import environment_names, load_config
+from cachesvc.config.text import HIDDEN, as_toml, effective, example
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(model.ENV_PREFIX):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "c.toml"
+
+    def write(text):
+        path.write_text(text)
+        return ["--config", str(path)]
+
+    return write
+
+
+def load(*flags):
+    return load_config("cachesvc up", flags)
+
+
+def refusal(*flags):
+    with pytest.raises(ConfigError) as caught:
+        load(*flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_without_anything_there_is_a_file_tier_and_a_loopback_port():
+    config = load()
+    assert [tier.backend for tier in config.tier] == ["file"]
+    assert config.admin.host == "127.0.0.1"
+
+
+def test_flags_win_over_environment_over_file_over_defaults(file, monkeypatch):
+    flags = file("[node]\nworkers = 5\nmax_ops = 6\nslice_pages = 7\n")
+    monkeypatch.setenv("CACHESVC_NODE_MAX_OPS", "60")
+    monkeypatch.setenv("CACHESVC_NODE_SLICE_PAGES", "70")
+    node = load(*flags, "--node.slice-pages", "700").node
+    assert (node.workers, node.max_ops, node.slice_pages) == (5, 60, 700)
+    assert node.drain_s == model.NodeConfig().drain_s
+
+
+def test_the_file_may_be_named_by_a_variable(file, monkeypatch):
+    _, path = file("[node]\nworkers = 5\n")
+    monkeypatch.setenv("CACHESVC_CONFIG", path)
+    assert load().node.workers == 5
+
+
+def test_tiers_from_each_source(file, monkeypatch):
+    flags = file('[[tier]]\nbackend = "memory"\n[tier.options]\ncapacity_bytes = "1 MiB"\n')
+    assert load(*flags).tier == [TierConfig(backend="memory", options={"capacity_bytes": "1 MiB"})]
+    monkeypatch.setenv("CACHESVC_TIER", json.dumps([{"backend": "file", "name": "a"}]))
+    assert [tier.label for tier in load(*flags).tier] == ["a"]
+    assert [tier.label for tier in load(*flags, "--tier", '[{"backend": "memory"}]').tier] == ["memory"]
+    assert load("--tier", "[]").tier == []
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("[node]\nworker = 3\n", "node.worker", "'workers'"),
+        ("[nodes]\nworkers = 3\n", "nodes", "'node'"),
+        ('[[tier]]\nbackend = "file"\noption = {}\n', "tier[0].option", "'options'"),
+        ('[admin]\nhosts = "x"\n', "admin.hosts", "'host'"),
+    ],
+)
+def test_an_unknown_key_in_the_file_names_the_nearest_and_the_file(file, text, key, nearest):
+    flags = file(text)
+    message = refusal(*flags)
+    assert f"unknown key {key} " in message
+    assert nearest in message
+    assert flags[1] in message
+
+
+def test_an_unknown_variable_and_an_unknown_flag_name_the_nearest(monkeypatch):
+    assert "'--node.workers'" in refusal("--node.worker", "3")
+    assert "'--socket'" in refusal("--sockett=x")
+    monkeypatch.setenv("CACHESVC_NODE_WORKER", "3")
+    assert "'CACHESVC_NODE_WORKERS'" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--node.workers", "many"], ["node.workers", "'many'"]),
+        (["--node.workers", "0"], ["node.workers", "greater than or equal to 1", "'0'"]),
+        (["--node.workers"], ["--node.workers"]),
+        (["--node.slice-pages", "128", "--node.max-waiting-store-pages", "5"], ["=5", "=128", "raise it to 128"]),
+        (["--admin.host", "0.0.0.0"], ["admin.host", "'0.0.0.0'", "127.0.0.1"]),
+        (["--admin.host", "example.org"], ["admin.host"]),
+        (["--tier", '[{"backend": "fiel"}]'], ["tier[0].backend", "'file'"]),
+        (["--tier", '[{"backend": "file"}, {"backend": "file"}]'], ["tier", "'file'", "name"]),
+        (["--tier", '[{"name": "x"}]'], ["tier[0].backend"]),
+        (["--tier", '[{"backend"'], ["tier"]),
+        (["--config", "/no/such.toml"], ["/no/such.toml", "No such file"]),
+    ],
+)
+def test_what_cannot_work_is_one_line_with_the_key(flags, words):
+    message = refusal(*flags)
+    assert all(word in message for word in words), message
+
+
+def test_a_file_that_is_no_toml_is_one_line_with_its_name(file):
+    flags = file("[node\n")
+    assert flags[1] in refusal(*flags)
+    with open(flags[1], "wb") as raw:
+        raw.write(b"\xff\xfe")
+    assert flags[1] in refusal(*flags)
+
+
+def test_help_lists_every_key_as_a_flag(capsys):
+    with pytest.raises(SystemExit) as ended:
+        load("--help")
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    for _, name, key, _ in keys():
+        assert f"--{name}.{key.replace('_', '-')}" in shown
+
+
+def keys():
+    """(variable, section, key, field) of every key in a section."""
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for key, inner in field.annotation.model_fields.items():
+                yield f"CACHESVC_{name}_{key}".upper(), name, key, inner
+
+
+def test_every_key_has_a_variable_a_description_and_a_line_in_the_example():
+    text = example()
+    for variable, _, key, field in keys():
+        assert variable in environment_names()
+        assert field.description
+        assert re.search(rf"^# {key} = .+$", text, re.MULTILINE), key
+        assert f"# {field.description}\n" in text
+    for key in TierConfig.model_fields:
+        assert re.search(rf"^# (\[tier\.)?{key}\b", text, re.MULTILINE), key
+
+
+def test_the_example_changes_nothing_as_it_stands_and_is_valid_without_its_comment_signs(file):
+    assert load(*file(example())) == load()
+    uncommented = re.sub(r"^# (?=[a-z_]+ = |\[)", "", example(), flags=re.MULTILINE)
+    parsed = tomllib.loads(uncommented)
+    config = load(*file(uncommented))
+    for _, name, key, field in keys():
+        expected = field.examples[0] if field.get_default() is None else field.get_default()
+        assert parsed[name][key] == expected
+        assert str(getattr(getattr(config, name), key)) == str(expected)
+    assert config.tier[0].options == {"capacity_bytes": "10 GiB"}
+
+
+def test_show_writes_a_file_that_leads_to_the_same_configuration(file):
+    flags = file(
+        '[channel]\nsocket = "/a b/\\"c"\n[[tier]]\nbackend = "memory"\nname = "ü"\n'
+        '[tier.options]\n"odd key" = [1, {a = true}]\n[[tier]]\nbackend = "file"\n'
+    )
+    config = load(*flags)
+    assert load(*file(as_toml(config))) == config
+    assert load(*file(as_toml(load("--tier", "[]")))).tier == []
+
+
+def test_secrets_are_not_shown():
+    options = {"password": "abc", "secret_key": "abc", "url": "redis://user:abc@host:1/0", "list": ["s3://:abc@x"]}
+    config = load("--tier", json.dumps([{"backend": "memory", "options": options}]))
+    shown = effective(config)["tier"][0]["options"]
+    assert "abc" not in json.dumps(shown)
+    assert "abc" not in as_toml(config)
+    assert shown["url"] == f"redis://user:{HIDDEN}@host:1/0"

@@ -1,0 +1,62 @@
+"""A tier's health from its calls: what fails, what hangs, what is over."""
+
+import pytest
+
+from cachesvc.node.progress import FRESH_S, TierProgress
+from cachesvc.outcomes import Direction, TierError
+
+
+class HandClock:
+    def __init__(self):
+        self.seconds = 0.0
+
+    def now(self):
+        return self.seconds
+
+
+@pytest.fixture
+def clock():
+    return HandClock()
+
+
+@pytest.fixture
+def progress(clock):
+    return TierProgress(clock)
+
+
+def test_a_tier_without_calls_is_well(progress):
+    assert progress.troubles(10.0) == []
+
+
+def test_a_failure_counts_until_a_call_in_that_direction_succeeds(progress):
+    assert progress.failed(Direction.READ, TierError.TIMEOUT)
+    assert not progress.failed(Direction.READ, TierError.TIMEOUT)
+    assert progress.failed(Direction.READ, TierError.UNAVAILABLE)
+    progress.succeeded(Direction.WRITE)
+    assert progress.troubles(10.0) == ["read fails: unavailable"]
+    progress.succeeded(Direction.READ)
+    assert progress.troubles(10.0) == []
+
+
+def test_a_failure_that_nothing_followed_is_forgotten(progress, clock):
+    progress.failed(Direction.READ, TierError.FAILED)
+    clock.seconds = FRESH_S - 1
+    assert progress.troubles(10.0)
+    clock.seconds = FRESH_S
+    assert progress.troubles(10.0) == []
+
+
+def test_a_call_that_does_not_return_is_trouble_until_it_does(progress, clock):
+    with progress.call(Direction.WRITE):
+        clock.seconds = 9.0
+        assert progress.troubles(10.0) == []
+        clock.seconds = 10.0
+        assert progress.troubles(10.0) == ["a write has been running for 10 s"]
+    assert progress.troubles(10.0) == []
+
+
+def test_a_call_that_raises_has_returned(progress, clock):
+    with pytest.raises(ValueError, match="x"), progress.call(Direction.WRITE):
+        raise ValueError("x")
+    clock.seconds = 100.0
+    assert progress.troubles(10.0) == []
