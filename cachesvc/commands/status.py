@@ -65,7 +65,11 @@ def _show(answers: dict[str, Any]) -> None:
     console.print(f"channel unix://{node['socket']}   admin {node['admin_url']}", soft_wrap=True)
     console.print(_table("tiers", ["name", "state", "used", "cap", "objects", "place"], map(_tier, answers["tiers"])))
     console.print(
-        _table("sessions", ["id", "group", "model", "ops", "waiting to be stored"], map(_session, answers["sessions"]))
+        _table(
+            "sessions",
+            ["id", "group", "model", "state", "ops", "waiting to be stored"],
+            map(_session, answers["sessions"]),
+        )
     )
     console.print(
         _table("regions", ["manager", "size", "frames", "lent", "quarantined"], map(_region, answers["regions"]))
@@ -92,6 +96,7 @@ def _session(session: dict[str, Any]) -> tuple[object, ...]:
         session["session_id"],
         session["group"],
         session["model_id"],
+        "lost" if session["is_lost"] else "draining" if session["is_draining"] else session["warning"] or "ok",
         session["num_ops"],
         session["waiting_store_pages"],
     )

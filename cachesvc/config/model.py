@@ -54,6 +54,9 @@ class NodeConfig(Section):
         examples=[1024],
     )
     stuck_after_s: float = Field(10.0, gt=0, description="a worker this long on one slice counts against readiness")
+    keep_regions_s: float = Field(
+        300.0, ge=0, description="how long the memory of an engine that went waits for its successor"
+    )
     drain_s: float = Field(10.0, ge=0, le=3600, description="how long SIGTERM waits for pages still to be stored")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what goes to standard error")
 

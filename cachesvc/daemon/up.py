@@ -56,6 +56,9 @@ class Daemon:
         self._started_s = time.time()
         self._heartbeat = Heartbeat(SystemClock())
         self._health = Health(node, self._heartbeat)
+        self._housekeeping_errors = node.registry.counter(
+            "cachesvc_housekeeping_errors_total", "Rounds of the daemon's housekeeping that raised"
+        )
         self._admin: AdminDoor | None = None
         self._beating: asyncio.Task[None] | None = None
 
@@ -78,6 +81,7 @@ class Daemon:
         num_lost = await asyncio.to_thread(self.node.close, drain_s)
         if self._beating is not None:
             self._beating.cancel()
+            await asyncio.wait([self._beating])
         if self._admin is not None:
             await asyncio.to_thread(self._admin.stop)
         return num_lost
@@ -85,6 +89,11 @@ class Daemon:
     async def _beat(self) -> None:
         while True:
             self._heartbeat.beat()
+            try:
+                await asyncio.to_thread(self.node.tick)  # it unmaps memory, which takes its time
+            except Exception:
+                log.exception("housekeeping raised; it is tried again")
+                self._housekeeping_errors.inc()
             await asyncio.sleep(BEAT_S)
 
     def _answers(self) -> dict[str, Callable[[], object]]:
@@ -147,6 +156,7 @@ def node_options(config: Config) -> NodeOptions:
         max_ops=node.max_ops,
         max_waiting_store_pages=node.max_waiting_store_pages,
         stuck_after_s=node.stuck_after_s,
+        keep_regions_s=node.keep_regions_s,
     )
 
 

@@ -30,7 +30,7 @@ from cachesvc.node.parts import NodeOptions, Parts
 from cachesvc.node.prefetch import PrefetchOp
 from cachesvc.node.promotion import Promotions
 from cachesvc.node.regions import SharedPages
-from cachesvc.node.report import NodeReport, report_region, report_session
+from cachesvc.node.report import NodeReport, report_regions, report_sessions
 from cachesvc.node.sessions import NO_PEER, FrameSession, Grant, Session
 from cachesvc.node.tiers import Tier, TierChain
 from cachesvc.node.workers import ManualPool, ThreadPool
@@ -226,10 +226,9 @@ class Node:
     def report(self) -> NodeReport:
         """Sessions, regions and tiers as they are now; no I/O."""
         with self._parts.state:
-            sessions = [report_session(session) for session in self._sessions.values()]
-            regions = [report_region(session) for session in self._sessions.values()]
+            sessions, regions = report_sessions(self._roster), report_regions(self._roster, self._parts.kept)
         tiers = [] if self._is_closing else self._parts.tiers.reports(self.options.stuck_after_s)
-        return NodeReport(tuple(sessions), tuple(regions), tuple(tiers))
+        return NodeReport(sessions, regions, tuple(tiers))
 
     def run_one(self) -> bool:
         """Only with `manual`: runs the next slice on this thread. False: none may run now."""

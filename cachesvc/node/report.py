@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from cachekernels.region import Region
+
+    from cachesvc.node.kept import KeptRegions
     from cachesvc.node.sessions import FrameSession, Session
     from storage_backends.base import StorageBackend, Usage
 
 
 @dataclass(frozen=True)
 class SessionReport:
-    """One attached engine. `namespace` is the digest of its identity, in hex; `warning` says why its cache is off."""
+    """One engine. `namespace` is the digest of its identity, in hex; `is_lost`: its connection broke, it may come back;
+    `warning` says why its cache is off."""
 
     session_id: int
     group: str
@@ -23,6 +28,7 @@ class SessionReport:
     num_ops: int
     waiting_store_pages: int
     is_draining: bool
+    is_lost: bool
     warning: str
 
 
@@ -70,32 +76,41 @@ class NodeReport:
     tiers: tuple[TierReport, ...]
 
 
-def report_session(session: Session) -> SessionReport:
+def report_sessions(sessions: Iterable[Session]) -> tuple[SessionReport, ...]:
     """With the node's state lock held."""
-    return SessionReport(
-        session_id=session.session_id,
-        group=session.request.group,
-        model_id=session.request.identity.model_id,
-        namespace=session.namespace.hex(),
-        num_ops=len(session.ops),
-        waiting_store_pages=session.lane.waiting_pages,
-        is_draining=session.is_draining,
-        warning=session.warning,
+    return tuple(
+        SessionReport(
+            session_id=session.session_id,
+            group=session.request.group,
+            model_id=session.request.identity.model_id,
+            namespace=session.namespace.hex(),
+            num_ops=len(session.ops),
+            waiting_store_pages=session.lane.waiting_pages,
+            is_draining=session.is_draining,
+            is_lost=session.is_lost,
+            warning=session.warning,
+        )
+        for session in sessions
     )
 
 
-def report_region(session: FrameSession) -> RegionReport:
+def report_regions(sessions: Iterable[Session], kept: KeptRegions) -> tuple[RegionReport, ...]:
     """With the node's state lock held."""
-    region = session.region
-    quarantined = session.num_quarantined()
+    managed = [_region(session.region, f"session {session.session_id}", session) for session in sessions]
+    return (*managed, *(_region(region, "kept for a successor", None) for region in kept.regions()))
+
+
+def _region(region: Region, manager: str, session: FrameSession | None) -> RegionReport:
+    quarantined = 0 if session is None else session.num_quarantined()
+    lent = 0 if session is None else int(np.count_nonzero(session.is_lent))
     return RegionReport(
         region_id=region.region_id.hex(),
-        manager=f"session {session.session_id}",
+        manager=manager,
         num_frames=region.num_frames,
         frame_bytes=region.frame_bytes,
         total_bytes=region.num_frames * region.stride_bytes,
         page_bytes=region.page_bytes,
-        lent_frames=int(np.count_nonzero(session.is_lent)) - quarantined,
+        lent_frames=lent - quarantined,
         quarantined_frames=quarantined,
     )
 
