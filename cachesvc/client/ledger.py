@@ -118,6 +118,7 @@ class Ledger:
         """Nobody waits for the answer of a lookup any more; should it become an op, its events are nobody's."""
         if op in self._entries:
             self._entries[op].is_unwanted = True
+        self._events = [event for event in self._events if event.op != op]
 
     # ---- what the node said
 

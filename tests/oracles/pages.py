@@ -59,9 +59,9 @@ class Engine:
     """An attached client that checks what it is given: every page exactly one outcome, every good page the right
     bytes."""
 
-    def __init__(self, node, group="engine", num_frames=64, identity=IDENTITY):
+    def __init__(self, node, group="engine", num_frames=64, identity=IDENTITY, client=None):
         self.node = node
-        self.client = InProcessClient(node)
+        self.client = InProcessClient(node) if client is None else client
         self.attachment = self.client.attach(AttachRequest(identity, group, num_frames, identity.page_bytes()))
         self.region = self.attachment.region
         self.page_bytes = identity.page_bytes()

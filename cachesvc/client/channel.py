@@ -1,0 +1,455 @@
+"""A client of a node in another process, over the local channel.
+
+DESIGN. No call waits for the node longer than `call_timeout_s`, and most do not wait at all: prefetch, backup, cancel
+and publish are sent and forgotten; what the node would decline, the client declines itself by the limits of the
+Welcome. Calls send and receive on the engine's own thread, so that no thread switch is paid for. Where an answer does
+not come in time the node counts as *silent*: nothing more is asked of it until it has answered.
+
+Nothing raises into an engine that is attached. When the connection ends, a thread looks for the node (`reconnect`), and
+until it is back lookups find nothing and ops are declined. Backups end at once; frames lent for reads come back when
+the node confirms that it has let go of them, or is proven dead.
+
+The descriptor to watch is an epoll over the socket and an eventfd, which stands for what needs no reading: events that
+came with an answer, and the reconnecting thread's news.
+
+A forked child has no session: its calls raise, and its copies of the descriptors are closed, so that the parent's end
+is seen by the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from cachekernels.region import Region, RegionInvalid, Side
+
+from cachesvc.client.base import (
+    I32,
+    U32,
+    Attachment,
+    AttachRequest,
+    CacheClient,
+    Declined,
+    Keys,
+    Lookup,
+    NodeAway,
+    SessionClosed,
+)
+from cachesvc.client.conversation import Conversation
+from cachesvc.client.greeting import Greeted, greet, new_hello
+from cachesvc.client.ledger import Ledger
+from cachesvc.client.link import Link, LinkBroken
+from cachesvc.client.reconnect import Before, Dial, Reconnector
+from cachesvc.client.watch import Watch
+from cachesvc.metrics import Registry
+from cachesvc.node.arguments import check_keys, check_pages
+from cachesvc.node.events import Event
+from cachesvc.outcomes import Decline, Reject, Verb
+from cachesvc.rpc import channel_pb2, codec
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_ROOM_BYTES = 4096  # of a message, for all that is not an array
+PAGE_BYTES_IN_MESSAGE = 40  # key, frame, depth
+PUBLISH_FRAMES = 256 << 10  # in one message
+DRAIN_ANSWER_S = 1.0  # beyond the time that a drain was given
+
+
+@dataclass(frozen=True)
+class ChannelClientOptions:
+    """How long a client waits, and how much it keeps."""
+
+    call_timeout_s: float = 0.1
+    attach_timeout_s: float = 120.0  # clearing many GiB takes its time
+    max_queued_bytes: int = 8 << 20  # what the node has not read yet; at least two messages
+
+
+class ClientCounters:
+    """What a client counts by itself, for when no node can be asked."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        counter = self.registry.counter
+        self.declined = counter(
+            "cachesvc_client_declined_total",
+            "Ops that the client declined itself, and lookups it answered with nothing",
+            verb=[str(verb) for verb in Verb],
+            reason=[str(reason) for reason in Decline],
+        )
+        self.lost = counter("cachesvc_client_connections_lost_total", "Connections to the node that ended")
+        self.reconnects = counter("cachesvc_client_reconnects_total", "Sessions that were opened again")
+        self.timeouts = counter("cachesvc_client_timeouts_total", "Calls that the node did not answer in time")
+        self.errors = counter(
+            "cachesvc_client_errors_total", "Messages that the node did not obey", reason=[str(item) for item in Reject]
+        )
+
+
+class ChannelClient(CacheClient):
+    """One engine's session with the node that `dial` connects to. For one thread."""
+
+    def __init__(self, dial: Dial, options: ChannelClientOptions | None = None) -> None:
+        self._dial = dial
+        self._options = options or ChannelClientOptions()
+        self._counters = ClientCounters()
+        self._counters.registry.gauge("cachesvc_client_connected", "1 with a connection", self._is_connected)
+        self._watch = Watch()
+        self._pid = os.getpid()
+        self._ids = itertools.count(1)
+        self._request: AttachRequest | None = None
+        self._region: Region | None = None
+        self._ledger = Ledger(0)
+        self._unpublished = np.zeros(0, np.bool_)  # frames whose publication could not be sent yet
+        self._has_unpublished = False
+        self._welcome = channel_pb2.Welcome()  # of the newest session
+        self._link: Link | None = None
+        self._talk: Conversation | None = None
+        self._reconnector: Reconnector | None = None
+        self._max_keys = 0  # in one message
+        self._is_draining = False
+        self._is_detached = False
+        _clients.add(self)
+
+    def attach(self, request: AttachRequest) -> Attachment:
+        """See `CacheClient.attach`. NodeAway: no node answers, and the request has no `offer`; with one the client is
+        attached all the same, to nobody, and looks for a node in the background. The region of the attachment is
+        `offer` then, or if the node takes it."""
+        if self._request is not None:
+            raise RuntimeError(f"this client is attached already, as session {self._welcome.session_id}")
+        self._check_process()
+        try:
+            greeted = self._greet(request)
+        except NodeAway:
+            if request.offer is None:
+                raise
+            return self._begin_alone(request, request.offer)
+        try:
+            region = _region_of(greeted, request)
+        except OSError:
+            greeted.close()
+            raise
+        self._begin(request, region)
+        self._connect(greeted)
+        welcome = self._welcome
+        return Attachment(
+            welcome.session_id, region, welcome.namespace, welcome.enabled, welcome.warning, welcome.has_pages
+        )
+
+    def publish(self, frames: I32) -> None:
+        self._enter()
+        if not self._welcome.enabled or not len(frames):
+            return
+        self._ledger.check_frames(frames)
+        if self._has_unpublished or not self._publish(frames):
+            self._unpublished[frames] = self._has_unpublished = True
+
+    def lookup(self, keys: Keys) -> Lookup:
+        """See `CacheClient.lookup`. Of a chain longer than a message, the leading part is asked for."""
+        self._enter()
+        check_keys(keys)
+        if not self._welcome.enabled or not len(keys):
+            return Lookup(0)
+        reason = self._why_unheard()
+        if reason is not None:
+            self._decline(Verb.LOOKUP, reason)
+            return Lookup(0)
+        op = next(self._ids)
+        asked = channel_pb2.Lookup(op=op, keys=codec.keys_bytes(keys[: self._max_keys]))
+        self._ledger.look(op)
+        answer = self._call(channel_pb2.ToNode(lookup=asked), self._options.call_timeout_s, op)
+        if answer is None:
+            self._ledger.unwanted(op)
+            self._post(channel_pb2.ToNode(cancel=channel_pb2.Cancel(op=op)))
+            return Lookup(0)
+        return Lookup(answer.lookup.num_pages, op if answer.lookup.is_pending else None)
+
+    def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
+        self._enter()
+        check_pages(keys, frames, depths)
+        reason = self._why_not(len(keys))
+        if reason is not None:
+            return self._decline(Verb.PREFETCH, reason)
+        self._ledger.check_loan(frames)
+        op = next(self._ids)
+        if not self._post(channel_pb2.ToNode(prefetch=codec.pages_message(op, keys, frames, depths))):
+            return self._decline(Verb.PREFETCH, self._why_unsent())
+        self._ledger.read(op, frames)
+        return op
+
+    def cancel(self, op: int) -> None:
+        self._enter()
+        self._post(channel_pb2.ToNode(cancel=channel_pb2.Cancel(op=op)))
+
+    def backup(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
+        self._enter()
+        check_pages(keys, frames, depths)
+        self._ledger.check_frames(frames)
+        reason = self._why_not_store(len(keys))
+        if reason is not None:
+            return self._decline(Verb.BACKUP, reason)
+        op = next(self._ids)
+        if not self._post(channel_pb2.ToNode(backup=codec.pages_message(op, keys, frames, depths))):
+            return self._decline(Verb.BACKUP, self._why_unsent())
+        self._ledger.store(op, len(keys))
+        return op
+
+    def poll(self) -> list[Event]:
+        self._enter()
+        self._listen()
+        if self._has_unpublished:
+            self._publish_rest()
+        self._watch.lower_flag()
+        return self._ledger.poll()
+
+    def fileno(self) -> int:
+        """See `CacheClient.fileno`. May be readable without an event: the node said something else."""
+        return self._watch.fileno()
+
+    def drain(self, timeout_s: float) -> int:
+        self._enter()
+        self._is_draining = True
+        asked = channel_pb2.ToNode(drain=channel_pb2.Drain(timeout_s=max(0.0, timeout_s)))
+        answer = self._call(asked, max(0.0, timeout_s) + DRAIN_ANSWER_S)
+        return self._ledger.num_running if answer is None else answer.drained.num_given_up
+
+    def detach(self) -> None:
+        if self._request is None or self._is_detached:
+            return
+        self._check_process()
+        self._is_detached = True
+        if self._reconnector is not None:
+            self._reconnector.stop()
+        if self._talk is not None:
+            self._say_goodbye(self._talk)
+        self._watch.close()
+        assert self._region is not None, "attached with a region"
+        self._region.close()
+
+    def counters(self) -> Mapping[str, float]:
+        """See `CacheClient.counters`; and this client's own, which are there without a node too."""
+        self._enter()
+        answer = self._call(channel_pb2.ToNode(counters=channel_pb2.CountersRequest()), self._options.call_timeout_s)
+        node = {} if answer is None else dict(answer.counters.values)
+        return {**node, **self._counters.registry.snapshot()}
+
+    # ---- the session
+
+    def _greet(self, request: AttachRequest) -> Greeted:
+        hello = new_hello()
+        hello.attach.CopyFrom(codec.attach_message(request))
+        try:
+            sock = self._dial()
+        except OSError as error:
+            raise NodeAway(f"no node to be found: {error}") from error
+        fds = () if request.offer is None else (request.offer.data_fd, request.offer.directory_fd)
+        return greet(sock, hello, fds, self._options.attach_timeout_s)
+
+    def _begin(self, request: AttachRequest, region: Region) -> None:
+        region.hold(Side.ENGINE)
+        self._request, self._region = replace(request, offer=None, previous=None), region
+        self._ledger = Ledger(region.num_frames)
+        self._unpublished = np.zeros(region.num_frames, np.bool_)
+
+    def _begin_alone(self, request: AttachRequest, region: Region) -> Attachment:
+        self._begin(request, region)
+        unsupported = request.identity.unsupported_pools()
+        warning = f"cache off: no node keeps pools of kind {', '.join(unsupported)}" if unsupported else ""
+        self._welcome.namespace = request.identity.namespace()
+        self._welcome.enabled = not unsupported
+        self._look_for_node()
+        return Attachment(0, region, self._welcome.namespace, not unsupported, warning)
+
+    def _connect(self, greeted: Greeted) -> None:
+        greeted.close_fds()
+        self._welcome = greeted.welcome
+        max_message_bytes = self._welcome.limits.max_message_bytes
+        self._link = Link(greeted.sock, max_message_bytes, self._options.max_queued_bytes)
+        self._talk = Conversation(self._link, self._ledger, self._counters.errors)
+        self._max_keys = (max_message_bytes - MESSAGE_ROOM_BYTES) // codec.KEY_BYTES
+        self._watch.add(self._link)
+
+    def _break(self, error: LinkBroken) -> None:
+        """The connection has ended; of what becomes of the node, nothing is known."""
+        assert self._link is not None, "there was a connection"
+        logger.warning("session %d lost its node: %s", self._welcome.session_id, error)
+        self._counters.lost.inc()
+        self._watch.remove(self._link)
+        self._link.close()
+        self._link = self._talk = None
+        self._ledger.end_all(lambda verb: verb is not Verb.PREFETCH)
+        self._watch.raise_flag()
+        self._look_for_node()
+
+    def _look_for_node(self) -> None:
+        assert self._request is not None and self._region is not None, "attached"
+        before = Before(self._welcome.session_id, self._welcome.boot_id, self._ledger.has_reads)
+        self._reconnector = Reconnector(
+            self._dial, self._request, self._region, before, self._options.attach_timeout_s, self._watch.raise_flag
+        )
+
+    def _take_news(self, reconnector: Reconnector) -> None:
+        """Frames that were lent before the connection ended are ours again, whichever news it is."""
+        while self._link is None and reconnector.news:
+            news = reconnector.news.popleft()
+            self._ledger.end_all(lambda verb: verb is Verb.PREFETCH)
+            if news.greeted is not None:
+                reconnector.stop()
+                self._reconnector = None
+                self._connect(news.greeted)
+                self._counters.reconnects.inc()
+                logger.info("session %d with a node again", self._welcome.session_id)
+                self._unpublished |= news.readable
+                self._has_unpublished = True
+                self._publish_rest()
+        if self._ledger.has_events:
+            self._watch.raise_flag()
+
+    def _say_goodbye(self, talk: Conversation) -> None:
+        assert self._link is not None, "there is a connection"
+        with contextlib.suppress(LinkBroken):  # it is gone already
+            talk.call(channel_pb2.ToNode(detach=channel_pb2.Detach()), self._options.call_timeout_s)
+        self._watch.remove(self._link)
+        self._link.close()
+
+    # ---- speaking
+
+    def _enter(self) -> None:
+        """Before each verb. SessionClosed; RuntimeError in a forked child."""
+        self._check_process()
+        if self._request is None or self._is_detached:
+            raise SessionClosed("this client is not attached" if self._request is None else "this client has detached")
+        if self._reconnector is not None:
+            self._take_news(self._reconnector)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this client was made before a fork and belongs to the parent process; make one in the child"
+            )
+
+    def _post(self, message: channel_pb2.ToNode) -> bool:
+        """False: there is no connection, or it takes no more for now."""
+        if self._talk is None or self._link is None:
+            return False
+        try:
+            is_posted = self._talk.post(message)
+            self._watch.update(self._link)
+        except LinkBroken as error:
+            self._break(error)
+            return False
+        return is_posted
+
+    def _listen(self) -> None:
+        if self._talk is None or self._link is None:
+            return
+        try:
+            self._talk.listen()
+            self._watch.update(self._link)
+        except LinkBroken as error:
+            self._break(error)
+
+    def _call(self, message: channel_pb2.ToNode, timeout_s: float, op: int = 0) -> channel_pb2.ToClient | None:
+        """None: no answer, for whatever reason."""
+        if self._why_unheard() is not None or self._talk is None or self._link is None:
+            return None
+        try:
+            answer = self._talk.call(message, timeout_s, op)
+            self._watch.update(self._link)
+        except LinkBroken as error:
+            self._ledger.forget(op)  # nobody has been told of it
+            self._break(error)
+            return None
+        if answer is None and self._talk.is_silent:
+            self._counters.timeouts.inc()
+        if self._ledger.has_events:
+            self._watch.raise_flag()
+        return answer
+
+    def _publish(self, frames: I32) -> bool:
+        """False: not all of it could be sent."""
+        return all(
+            self._post(channel_pb2.ToNode(publish=channel_pb2.Publish(frames=codec.frames_bytes(chunk))))
+            for chunk in (frames[first : first + PUBLISH_FRAMES] for first in range(0, len(frames), PUBLISH_FRAMES))
+        )
+
+    def _publish_rest(self) -> None:
+        frames = np.flatnonzero(self._unpublished).astype(np.int32)
+        if self._publish(frames):
+            self._unpublished[:] = self._has_unpublished = False
+
+    # ---- declining
+
+    def _why_unheard(self) -> Decline | None:
+        """Why the node cannot be asked now."""
+        if self._talk is not None and self._talk.is_silent:
+            self._listen()
+        if self._talk is None:
+            return Decline.NODE_AWAY
+        return Decline.NODE_SILENT if self._talk.is_silent else None
+
+    def _why_unsent(self) -> Decline:
+        return Decline.NODE_AWAY if self._talk is None else Decline.OUTPUT_FULL
+
+    def _why_not(self, num_pages: int) -> Decline | None:
+        if not self._welcome.enabled:
+            return Decline.CACHE_OFF
+        reason = self._why_unheard()
+        if reason is not None:
+            return reason
+        if self._is_draining:
+            return Decline.DRAINING
+        if len(self._ledger) >= self._welcome.limits.max_ops:
+            return Decline.TOO_MANY_OPS
+        return Decline.TOO_LARGE if num_pages > self._max_keys * codec.KEY_BYTES // PAGE_BYTES_IN_MESSAGE else None
+
+    def _why_not_store(self, num_pages: int) -> Decline | None:
+        if self._talk is not None and not self._welcome.tiers:
+            return Decline.NO_TIER
+        reason = self._why_not(num_pages)
+        limit = self._welcome.limits.max_waiting_store_pages
+        if reason is None and self._ledger.waiting_store_pages + num_pages > limit:
+            return Decline.QUEUE_FULL
+        return reason
+
+    def _decline(self, verb: Verb, reason: Decline) -> Declined:
+        self._counters.declined.inc(1, verb, reason)
+        return Declined(reason)
+
+    def _is_connected(self) -> float:
+        return float(self._link is not None)
+
+    def forget_everything(self) -> None:
+        """In a forked child: closes its copies of the descriptors, which are the parent's to use."""
+        if self._link is not None:
+            self._link.close()
+        if self._reconnector is not None:
+            self._reconnector.forget()
+        self._watch.close()
+
+
+def _region_of(greeted: Greeted, request: AttachRequest) -> Region:
+    """NodeAway: what came is not a region."""
+    if not greeted.welcome.has_region and request.offer is not None:
+        return request.offer
+    if len(greeted.fds) != 2:
+        raise NodeAway(f"a node that gives {len(greeted.fds)} descriptors for a region")
+    try:
+        return Region.open(*greeted.fds)
+    except RegionInvalid as error:
+        raise NodeAway(f"a node that gives something else for a region: {error}") from error
+
+
+_clients: weakref.WeakSet[ChannelClient] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for client in list(_clients):
+        client.forget_everything()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
