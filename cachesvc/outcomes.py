@@ -87,6 +87,15 @@ class Unsaved(StrEnum):
     LOST = "lost"  # the connection to its engine broke
 
 
+class Conserved(StrEnum):
+    """What must be nothing while a node is idle."""
+
+    LENT = "lent"  # frames on loan to no op
+    WAITING = "waiting"  # pages that count as waiting to be stored
+    FLIGHTS = "flights"  # transfers that nobody makes
+    INDEX = "index"  # the index disagrees with itself
+
+
 class RegionSource(StrEnum):
     """Which region an attach was given."""
 

@@ -49,6 +49,7 @@ class NodeCounters:
         )
         self.sessions_lost = counter("cachesvc_sessions_lost_total", "Sessions whose connection broke")
         self.engines_dead = counter("cachesvc_engines_dead_total", "Lost engines that were proven dead")
+        self.audits = counter("cachesvc_audits_total", "Conservation checks made while idle")
         self.declined = counter(
             "cachesvc_declined_total", "Ops not accepted", verb=names(list(Verb)), reason=names(list(Decline))
         )

@@ -18,6 +18,7 @@ from cachesvc.clock import Clock, SystemClock
 from cachesvc.metrics import Registry
 from cachesvc.node.arguments import check_keys, check_pages
 from cachesvc.node.attach import Roster, check_geometry, why_off
+from cachesvc.node.audit import Audit
 from cachesvc.node.backup import BackupOp
 from cachesvc.node.counters import NodeCounters
 from cachesvc.node.events import Event
@@ -95,6 +96,7 @@ class Node:
         )
         self._hand_over = HandOver(self._parts, self._roster)
         self.managed = ManagedMemory(self._parts, self._hand_over.new_region, self._ids)
+        self._audit = Audit(self._parts, self._roster)
         self._add_gauges()
 
     @property
@@ -208,11 +210,12 @@ class Node:
             session.lose()
 
     def tick(self) -> None:
-        """What time brings: looks for the death of lost engines and drops regions kept for too long. Twice a second
-        is often enough."""
+        """What time brings: looks for the death of lost engines, drops regions kept for too long, and checks that
+        nothing leaks while the node is idle. Twice a second is often enough. One thread at a time."""
         self._hand_over.prove_deaths()
         self._hand_over.drop_expired()
         self.managed.tick()
+        self._audit.run()
 
     def health(self) -> Health:
         """From progress, not from threads being alive."""
@@ -343,6 +346,10 @@ class Node:
         add("cachesvc_index_keys", "Pages in the index", lambda: parts.pages.counts()[0])
         add("cachesvc_index_bytes", "Memory of the index", lambda: parts.pages.counts()[1])
         add_labelled("cachesvc_frames", "Frames of all regions, by what the node does with them", "state", self._frames)
+        add_labelled("cachesvc_directory_frames", "Frames of all regions, as last counted", "state", self._audit.frames)
+        add_labelled(
+            "cachesvc_conservation_broken", "Rules broken when the node was last idle", "rule", self._audit.broken
+        )
         add_labelled("cachesvc_waiting", "Ops and lanes waiting for a worker", "kind", parts.pool.waiting)
         add_labelled("cachesvc_tier_used_bytes", "Space used by each tier", "tier", self._tier_usage)
         add("cachesvc_store_sessions", "Clients of node-managed memory", self.managed.num_sessions)

@@ -34,6 +34,7 @@ class NodeOptions:
     stuck_after_s: float = 10.0  # a slice that runs longer counts against readiness
     keep_regions_s: float = 0.0  # how long the region of an engine that went waits for its successor; 0: not at all
     resume_wait_s: float = 2.0  # how long an attach waits for ops of the session before it
+    deep_audit_s: float = 300.0  # between two looks of an idle node at its whole index and all directories
     device_grace_s: float = 10.0  # what a GPU or RDMA device may still write after its process is dead
 
     def pages_per_slice(self, frame_bytes: int) -> int:

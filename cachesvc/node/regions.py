@@ -98,6 +98,10 @@ class SharedPages:
                 )
         return copied
 
+    def check(self) -> None:
+        """AssertionError: an invariant of the index is broken. Holds up `publish`, not `held`; for idle moments."""
+        self._index.check()
+
     def counts(self) -> tuple[int, int]:
         """Keys in the index, and bytes it takes."""
         return self._index.num_keys, self._index.memory_bytes

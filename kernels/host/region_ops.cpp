@@ -203,10 +203,13 @@ void read_records(const Region& region, const RecordColumns& columns) {
 
 FrameCounts count_frames(const Region& region) {
     FrameCounts counts;
-    guarded_all(region.num_frames(), [&](size_t i) {
-        const uint64_t generation = load_relaxed(region.record(static_cast<int32_t>(i)).generation);
-        ++(generation == 0 ? counts.never_written : is_odd(generation) ? counts.odd : counts.readable);
-    });
+    guarded_each(
+        region.num_frames(),
+        [&](size_t i) {
+            const uint64_t generation = load_relaxed(region.record(static_cast<int32_t>(i)).generation);
+            ++(generation == 0 ? counts.never_written : is_odd(generation) ? counts.odd : counts.readable);
+        },
+        [&](size_t) { ++counts.odd; });
     return counts;
 }
 

@@ -77,7 +77,7 @@ struct RecordColumns {
 };
 void read_records(const Region& region, const RecordColumns& columns);
 
-// How many frames are readable, being written (odd), and never written.
+// How many frames are readable, being written (odd; also those whose record faults), and never written.
 struct FrameCounts {
     size_t readable = 0, odd = 0, never_written = 0;
 };
