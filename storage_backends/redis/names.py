@@ -20,7 +20,7 @@ NUM_SLOTS = 16384
 Rows = NDArray[np.uint8]
 """uint8[n, any]: n byte strings of one length."""
 
-_HEX = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), dtype=np.uint8).reshape(256, 2)
+_HEX = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), dtype=np.uint16)  # both digits at once
 _TAG_DIGITS = 4
 
 
@@ -66,13 +66,13 @@ class Names:
 
     def keys(self, ids: ObjectIds) -> Rows:
         """uint8[n, key_bytes]."""
-        digits = _HEX[ids].reshape(len(ids), 2 * OBJECT_ID_BYTES)
+        digits = _digits(ids)
         return command(self._prefix + b"{", digits[:, :_TAG_DIGITS], b"}", digits[:, _TAG_DIGITS:])
 
     def temporary(self, keys: Rows) -> Rows:
         """Names beside `keys`, in the same slots, that nobody else uses: not even the same key twice in a batch."""
         numbers = np.arange(len(keys), dtype=">u4").view(np.uint8).reshape(len(keys), 4)
-        return command(keys, b":" + os.urandom(8).hex().encode(), _HEX[numbers].reshape(len(keys), 8))
+        return command(keys, b":" + os.urandom(8).hex().encode(), _digits(numbers))
 
     def ids_of(self, keys: list[bytes]) -> ObjectIds:
         """Ids of those keys that are names of objects; temporary names and foreign keys are left out."""
@@ -88,6 +88,11 @@ class Names:
         except binascii.Error:
             raw = b"".join(_unhex(digits) for digits in found)
         return np.frombuffer(raw, dtype=np.uint8).reshape(-1, OBJECT_ID_BYTES).copy()
+
+
+def _digits(values: Rows) -> Rows:
+    """uint8[n, 2 * m] for uint8[n, m]."""
+    return np.take(_HEX, values).view(np.uint8)
 
 
 def _unhex(digits: bytes) -> bytes:
