@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cachesvc.client.address import default_socket_path
+from cachesvc.client.connect import default_socket_path
 from cachesvc.daemon.claim import read_run_info
 from cachesvc.daemon.summary import size
 

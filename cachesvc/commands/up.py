@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-import uvloop
-
 from cachesvc.config.model import Config, ConfigError
 from cachesvc.config.sources import load_config
 from cachesvc.daemon.claim import Claim, SocketTaken
+from cachesvc.daemon.loop import new_event_loop
 from cachesvc.daemon.summary import DoesNotFit
 from cachesvc.daemon.up import Daemon, compose, serve, socket_path
 from cachesvc.rpc.codec import versions
@@ -51,7 +50,8 @@ def _run(config: Config) -> int:
     try:
         print(f"cachesvc {versions().software}", flush=True)
         daemon = compose(config)
-        return uvloop.run(_serve(daemon, claim, config.node.drain_s))
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            return runner.run(_serve(daemon, claim, config.node.drain_s))
     finally:
         claim.release()
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from cachesvc.node.tiers import WriteMode
 from storage_backends.options import byte_size, hint
 from storage_backends.registry import known_backends
 
@@ -79,6 +80,16 @@ class ChannelConfig(Section):
         description="path of the Unix socket; unset: cachesvc/node.sock in $XDG_RUNTIME_DIR, /run or a 0700 folder",
         examples=["/run/cachesvc/node.sock"],
     )
+    max_connections: int = Field(1024, ge=1, le=65536, description="engines and other clients at one time")
+
+
+class MemoryConfig(Section):
+    """Memory that the node manages itself, for clients that bring no engine of ours. Engines' regions come on top."""
+
+    managed_bytes: Bytes = Field(0, description="for all tenants together; 0: none")
+    managed_tenant_bytes: Bytes | None = Field(
+        None, description="of it, for one tenant; unset: all", examples=["1 GiB"]
+    )
 
 
 class AdminConfig(Section):
@@ -99,6 +110,8 @@ class TierConfig(Section):
 
     backend: str = Field(description="where pages rest: the name of a storage backend")
     name: str = Field("", description="how metrics call it; unset: the backend's name")
+    write_mode: WriteMode = Field(WriteMode.THROUGH, description="which pages it is given: all or none")
+    promote: bool = Field(True, description="pages read from a tier further down are written to this one too")
     optional: bool = Field(False, description="start although it does not answer; else that is an error")
     options: dict[str, Any] = Field(default_factory=dict, description="the backend's own options")
 
@@ -128,6 +141,7 @@ class Config(BaseSettings):
 
     node: NodeConfig = Field(default_factory=NodeConfig)
     channel: ChannelConfig = Field(default_factory=ChannelConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     admin: AdminConfig = Field(default_factory=AdminConfig)
     tier: list[TierConfig] = Field(
         default_factory=_default_tiers, description="storage tiers as JSON; given here they replace those of the file"

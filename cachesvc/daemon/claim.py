@@ -17,7 +17,7 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MAX_PATH_BYTES = 107
+from cachesvc.daemon.channel import MAX_PATH_BYTES
 
 
 class SocketTaken(RuntimeError):

@@ -43,6 +43,11 @@ class Health:
     def __init__(self, node: Node, heartbeat: Heartbeat) -> None:
         self._node = node
         self._heartbeat = heartbeat
+        self._is_stopping = False
+
+    def stopping(self) -> None:
+        """From now on nobody is to be sent here."""
+        self._is_stopping = True
 
     def trouble(self) -> str:
         """Why the daemon should be restarted; empty while it lives."""
@@ -53,5 +58,7 @@ class Health:
         """Whether to send engines here now, and how each tier is."""
         health = self._node.health()
         trouble = self.trouble()
-        reasons = (*health.reasons, *([trouble] if trouble else []))
-        return Readiness(health.is_ready and not trouble, reasons, self._node.report().tiers)
+        stopping = "the daemon is stopping" if self._is_stopping else ""
+        reasons = (*health.reasons, *filter(None, (trouble, stopping)))
+        is_ready = health.is_ready and not trouble and not stopping
+        return Readiness(is_ready, reasons, self._node.report().tiers)

@@ -105,5 +105,5 @@ def describe_total(demands: Iterable[Demand]) -> list[str]:
         f"total    {', '.join(one.label for one in sharing)}: need {size(sum(one.need_bytes for one in sharing))}, "
         f"have {size(sharing[0].room.have_bytes)}"
         for sharing in totals.values()
-        if len(sharing) > 1
+        if sum(one.need_bytes > 0 for one in sharing) > 1
     ]

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from cachesvc.config.model import ConfigError, TierConfig
-from cachesvc.node.tiers import Tier
+from cachesvc.node.tiers import Tier, TierOptions
 from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
 from storage_backends.errors import StorageConfigError, StorageError
 from storage_backends.registry import open_backend
@@ -28,7 +28,8 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[Tier]:
     tiers: list[Tier] = []
     try:
         for index, config in enumerate(configs):
-            tiers.append(Tier(config.label, _open(index, config)))
+            options = TierOptions(config.write_mode, config.promote)
+            tiers.append(Tier(config.label, _open(index, config), options))
     except ConfigError:
         for tier in tiers:
             tier.backend.close()

@@ -19,15 +19,18 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from cachesvc.client.address import default_socket_path
+from cachesvc.client.connect import default_socket_path
 from cachesvc.clock import SystemClock
 from cachesvc.commands.version import about
 from cachesvc.config.model import Config
 from cachesvc.config.text import effective
 from cachesvc.daemon.admin import AdminDoor, bind_loopback, build_app
+from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.claim import Claim, RunInfo
+from cachesvc.daemon.desk import ChannelOptions
 from cachesvc.daemon.health import Health, Heartbeat
 from cachesvc.daemon.summary import (
+    Demand,
     check_demands,
     describe_tiers,
     describe_total,
@@ -59,6 +62,9 @@ class Daemon:
         self._housekeeping_errors = node.registry.counter(
             "cachesvc_housekeeping_errors_total", "Rounds of the daemon's housekeeping that raised"
         )
+        options = ChannelOptions(max_connections=config.channel.max_connections)
+        self._channel = ChannelDoor(node, socket_path(config), options=options)
+        self._is_channel_open = False
         self._admin: AdminDoor | None = None
         self._beating: asyncio.Task[None] | None = None
 
@@ -75,16 +81,25 @@ class Daemon:
             bound = bind_loopback(admin.host, admin.port)
             self._admin = AdminDoor(build_app(self.node, self._health, admin.host, self._answers()), bound)
             self._admin.start()
+        await self._channel.start()
+        self._is_channel_open = True
 
     async def stop(self, drain_s: float) -> int:
         """Drains within `drain_s`, closes everything. Returns how many accepted pages were not stored."""
-        num_lost = await asyncio.to_thread(self.node.close, drain_s)
+        deadline_s, unsaved_before = time.monotonic() + drain_s, self._num_unsaved()
+        self._health.stopping()
+        if self._is_channel_open:
+            await self._channel.stop(drain_s)
+        await asyncio.to_thread(self.node.close, max(0.0, deadline_s - time.monotonic()))
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait([self._beating])
         if self._admin is not None:
             await asyncio.to_thread(self._admin.stop)
-        return num_lost
+        return int(self._num_unsaved() - unsaved_before)
+
+    def _num_unsaved(self) -> float:
+        return sum(sample.value for sample in self.node.counters.unsaved_pages.samples())
 
     async def _beat(self) -> None:
         while True:
@@ -132,13 +147,15 @@ def compose(config: Config) -> Daemon:
         tiers = open_tiers(config.tier)
         for tier in tiers:
             undo.callback(tier.backend.close)
-        demands = [tier_demand(index, tier) for index, tier in enumerate(tiers)]
-        known = [demand for demand in demands if demand is not None]
-        check_demands(known)
         room = memory_room()
+        managed = Demand("memory.managed_bytes", "node-managed memory", config.memory.managed_bytes, room)
+        demands = [tier_demand(index, tier) for index, tier in enumerate(tiers)]
+        known = [managed, *(demand for demand in demands if demand is not None)]
+        check_demands(known)
         summary = [
-            f"memory   regions as engines attach: have {size(room.have_bytes)} ({room.source}), "
+            f"memory   regions, as engines attach: have {size(room.have_bytes)} ({room.source}), "
             f"reserve {size(room.reserve_bytes)}",
+            f"memory   {managed.describe()}",
             *describe_tiers(tiers, demands),
             *describe_total(known),
         ]
@@ -157,6 +174,8 @@ def node_options(config: Config) -> NodeOptions:
         max_waiting_store_pages=node.max_waiting_store_pages,
         stuck_after_s=node.stuck_after_s,
         keep_regions_s=node.keep_regions_s,
+        managed_bytes=config.memory.managed_bytes,
+        managed_tenant_bytes=config.memory.managed_tenant_bytes,
     )
 
 

@@ -229,7 +229,8 @@ class Node:
     def report(self) -> NodeReport:
         """Sessions, regions and tiers as they are now; no I/O."""
         with self._parts.state:
-            sessions, regions = report_sessions(self._roster), report_regions(self._roster, self._parts.kept)
+            sessions = report_sessions(self._roster)
+            regions = report_regions(self._roster, self._parts.kept, self.managed.slabs())
         tiers = [] if self._is_closing else self._parts.tiers.reports(self.options.stuck_after_s)
         return NodeReport(sessions, regions, tuple(tiers))
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from cachesvc.node.kept import KeptRegions
     from cachesvc.node.sessions import FrameSession, Session
+    from cachesvc.node.slabs import Slab
     from storage_backends.base import StorageBackend, Usage
 
 
@@ -94,10 +95,13 @@ def report_sessions(sessions: Iterable[Session]) -> tuple[SessionReport, ...]:
     )
 
 
-def report_regions(sessions: Iterable[Session], kept: KeptRegions) -> tuple[RegionReport, ...]:
+def report_regions(sessions: Iterable[Session], kept: KeptRegions, slabs: Iterable[Slab]) -> tuple[RegionReport, ...]:
     """With the node's state lock held."""
-    managed = [_region(session.region, f"session {session.session_id}", session) for session in sessions]
-    return (*managed, *(_region(region, "kept for a successor", None) for region in kept.regions()))
+    return (
+        *(_region(session.region, f"session {session.session_id}", session) for session in sessions),
+        *(_region(region, "kept for a successor", None) for region in kept.regions()),
+        *(_region(slab.region, f"the node, for tenant {slab.tenant!r}", slab) for slab in slabs),
+    )
 
 
 def _region(region: Region, manager: str, session: FrameSession | None) -> RegionReport:

@@ -5,8 +5,13 @@ import os
 import signal
 import sys
 
+import numpy as np
 import pytest
 
+from cachesvc.client.base import AttachRequest
+from cachesvc.client.channel import ChannelClient, ChannelClientOptions
+from cachesvc.client.connect import dial_socket
+from cachesvc.identity import Identity
 from tests.helpers.daemon import HANG_S, DaemonProcess, Home
 
 WITHOUT_TORCH = """
@@ -103,3 +108,64 @@ def test_it_runs_where_torch_cannot_be_imported(home):
     with DaemonProcess(home, **more) as daemon:
         assert daemon.client.get("/readyz").status_code == 200
         assert home.run("status", **more).returncode == 0
+
+
+IDENTITY = Identity(
+    model_id="m",
+    weights_digest="",
+    config_digest="",
+    dtype="bfloat16",
+    page_size=16,
+    num_layers=1,
+    num_kv_heads=4,
+    head_dim=64,
+)
+NUM_PAGES = 8
+
+
+class Engine:
+    """A client with a region whose first frames hold pages."""
+
+    def __init__(self, home, group):
+        self.client = ChannelClient(dial_socket(home.socket), ChannelClientOptions(call_timeout_s=HANG_S))
+        self.region = self.client.attach(AttachRequest(IDENTITY, group, NUM_PAGES, IDENTITY.page_bytes())).region
+        self.keys = np.random.default_rng(1).integers(0, 256, (NUM_PAGES, 32), dtype=np.uint8)
+        self.frames = np.arange(NUM_PAGES, dtype=np.int32)
+        self.depths = np.arange(NUM_PAGES, dtype=np.uint32)
+
+    def write(self):
+        self.region.begin_write(self.frames)
+        self.region.write_records(self.frames, self.keys, self.depths)
+        self.region.data()[:] = np.arange(NUM_PAGES, dtype=np.uint8)[:, None]
+        self.region.commit(self.frames)
+        self.client.publish(self.frames)
+
+
+def test_an_attached_engine_is_shown_everywhere(home):
+    with DaemonProcess(home) as daemon:
+        engine = Engine(home, "engine-1")
+        assert "cachesvc_sessions 1.0" in daemon.client.get("/metrics").text.splitlines()
+        shown = home.run("status").stdout
+        assert "engine-1" in shown
+        parts = json.loads(home.run("status", "--json").stdout)
+        assert [one["group"] for one in parts["sessions"]] == ["engine-1"]
+        assert [one["num_frames"] for one in parts["regions"]] == [NUM_PAGES]
+        engine.client.detach()
+        (kept,) = daemon.client.get("/api/regions").json()
+        assert kept["manager"] == "kept for a successor"
+        assert daemon.client.get("/api/sessions").json() == []
+
+
+def test_sigterm_stores_what_waits_and_the_next_daemon_finds_it(home):
+    with DaemonProcess(home) as daemon:
+        engine = Engine(home, "engine-1")
+        engine.write()
+        engine.client.backup(engine.keys, engine.frames, engine.depths)
+        engine.client.counters()  # answered, so that what was sent before it has been obeyed
+        assert daemon.terminate() == 0
+        assert "every page that was to be stored is" in "".join(daemon.output)
+        engine.client.detach()
+    with DaemonProcess(home) as daemon:
+        other = Engine(home, "engine-2")
+        assert other.client.lookup(other.keys).num_pages == NUM_PAGES
+        other.client.detach()

@@ -46,6 +46,11 @@ CASES = {
         1,
         ["tier[0].options.capacity_bytes", "need 8 TiB", "have ", "reserve ", "ask for "],
     ),
+    "more managed memory than there is": (
+        ["--memory.managed-bytes", "8 TiB"],
+        1,
+        ["memory.managed_bytes", "need 8 TiB", "have ", "reserve ", "ask for "],
+    ),
     "more memory than there is, together": (
         tiers(*[memory_tier("1 TiB", f"rank{rank}") for rank in range(8)]),
         1,

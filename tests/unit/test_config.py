@@ -163,7 +163,8 @@ def test_the_example_changes_nothing_as_it_stands_and_is_valid_without_its_comme
     for _, name, key, field in keys():
         expected = field.examples[0] if field.get_default() is None else field.get_default()
         assert parsed[name][key] == expected
-        assert str(getattr(getattr(config, name), key)) == str(expected)
+        section = getattr(config, name)
+        assert getattr(section, key) == getattr(section.model_validate({key: expected}), key)
     assert config.tier[0].options == {"capacity_bytes": "10 GiB"}
 
 
