@@ -19,6 +19,7 @@ from storage_backends.layers.stack import LayerOptions, in_layers
 GROUP = "cachesvc.storage_backends"
 BUILT_IN = {
     "file": "storage_backends.file.backend:open_backend",
+    "fsspec": "storage_backends.fsspec.backend:open_backend",
     "memory": "storage_backends.memory.backend:open_backend",
     "s3": "storage_backends.s3.backend:open_backend",
     "redis": "storage_backends.redis.backend:open_backend",

@@ -17,6 +17,7 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as BotoConnectionError
 from urllib3.exceptions import HTTPError
 
+from storage_backends.http_status import outcome_of_status
 from storage_backends.outcome import Outcome
 from storage_backends.per_object import ObjectError
 
@@ -46,17 +47,6 @@ _BY_CODE: Final = {
     "XMinioStorageFull": Outcome.NO_SPACE,
     "XMinioAdminBucketQuotaExceeded": Outcome.NO_SPACE,
 }
-_BY_STATUS: Final = {
-    404: Outcome.MISS,
-    408: Outcome.TIMEOUT,
-    412: Outcome.EXISTS,
-    413: Outcome.TOO_LARGE,
-    429: Outcome.THROTTLED,
-    503: Outcome.THROTTLED,
-    504: Outcome.TIMEOUT,
-    507: Outcome.NO_SPACE,
-}
-
 FAILURES: Final = (BotoCoreError, ClientError, HTTPError, OSError)
 """All that a call may raise; anything else is a bug."""
 
@@ -68,7 +58,7 @@ def outcome_of(error: Exception) -> Outcome:
         by_code = _BY_CODE.get(str(error.response.get("Error", {}).get("Code", "")))
         if by_code is not None:
             return by_code
-        return _BY_STATUS.get(status, Outcome.UNAVAILABLE if status >= 500 else Outcome.FAILED)
+        return outcome_of_status(status)
     if isinstance(error, ReadTimeoutError | ConnectTimeoutError | TimeoutError):
         return Outcome.TIMEOUT
     transient = (

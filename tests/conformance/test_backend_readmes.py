@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage_backends.file.config import FileConfig
+from storage_backends.fsspec.config import FsspecConfig
 from storage_backends.memory.config import MemoryConfig
 from storage_backends.redis import config as redis_config
 from storage_backends.s3.config import S3Config
@@ -18,6 +19,7 @@ from tests.helpers.seaweed import ACCESS_KEY, SECRET_KEY, Seaweed
 ROOT = Path(__file__).parents[2] / "storage_backends"
 OPTIONS = {
     "file": [*FileConfig.__dataclass_fields__],
+    "fsspec": [*FsspecConfig.__dataclass_fields__],
     "memory": [*MemoryConfig.__dataclass_fields__],
     "redis": [*redis_config.OPTIONS],
     "s3": [*S3Config.__dataclass_fields__],
@@ -51,3 +53,8 @@ def test_s3_example(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_redis_example(valkey_server: Server) -> None:
     run_example("redis", lambda code: code.replace("redis://127.0.0.1:6379", valkey_server.tcp_url))
+
+
+def test_fsspec_example(tmp_path: Path) -> None:
+    run_example("fsspec", lambda code: code.replace("/srv/pages", str(tmp_path)))
+    assert len(list(tmp_path.glob("00/*.page"))) == 1

@@ -1,0 +1,125 @@
+"""s3.*: the object tiers against their client libraries used by hand, with the same server and concurrency.
+
+One object is a page of SmolLM2-135M at page size 64 in bf16 (1,474,560 bytes) with a header of 128, in batches of 16 to
+fresh names each round. The server is `weed mini` on loopback, on the same cores. Ours comes as a node opens it: behind
+deadline, retry, breaker and limit.
+
+latency: 50 ms before every request is sent, ours on 16 connections, against one stream of bare boto3.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Measurement, Run, figure
+from storage_backends.base import Outcome, StorageBackend
+from storage_backends.layers.stack import LayerOptions, in_layers
+from storage_backends.per_object import PerObjectBackend
+from storage_backends.s3.backend import CAPABILITIES, make_client
+from storage_backends.s3.config import S3Config
+from storage_backends.s3.store import S3Store
+from storage_backends.testing.objects import Buffers, make_ids
+from tests.helpers.seaweed import BUCKET, Seaweed
+
+COUNT, OBJECT_BYTES = 16, 128 + 30 * 2 * 64 * 384
+CONNECTIONS, LATENCY_S = 8, 0.05
+
+
+@dataclass
+class S3Setting:
+    """Ours, and a boto3 client configured the same way."""
+
+    backend: StorageBackend
+    client: Any
+    pool: ThreadPoolExecutor
+    frames: Buffers
+    batch: int = 0
+
+    @staticmethod
+    @contextmanager
+    def make(
+        *, latency_s: float = 0.0, connections: int = CONNECTIONS, streams: int = CONNECTIONS
+    ) -> Iterator[S3Setting]:
+        os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+        with tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as name:
+            server = Seaweed(Path(name))
+            try:
+                server.start()
+                config = S3Config.parse({**server.options, "connections": connections})
+                ours, bare = make_client(config), make_client(config)
+                for client in (ours, bare) if latency_s else ():
+                    client.meta.events.register("before-send.s3", lambda **_: time.sleep(latency_s))
+                inner = PerObjectBackend(CAPABILITIES, S3Store(ours, config), connections)
+                backend = in_layers(inner, LayerOptions(deadline_s=60))
+                with ThreadPoolExecutor(streams) as pool:
+                    yield S3Setting(backend, bare, pool, Buffers.make(COUNT, OBJECT_BYTES, seed=1))
+                backend.close()
+                bare.close()
+            finally:
+                server.close()
+
+    def put(self) -> None:
+        self.batch += 1
+        assert (self.backend.put_from(make_ids(COUNT, self.batch), self.frames.segments()) == Outcome.OK).all()
+
+    def get(self) -> None:
+        assert (self.backend.get_into(make_ids(COUNT, 1), self.frames.segments()) == Outcome.OK).all()
+
+    def bare_put(self) -> None:
+        self.batch += 1
+        list(self.pool.map(self._put_one, range(COUNT)))
+
+    def bare_get(self) -> None:
+        list(self.pool.map(self._get_one, range(COUNT)))
+
+    def _put_one(self, i: int) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=f"{self.batch}-{i}", Body=self.frames.rows[i].tobytes())
+
+    def _get_one(self, i: int) -> None:
+        value = self.client.get_object(Bucket=BUCKET, Key=f"1-{i}")["Body"].read()
+        memoryview(self.frames.rows[i])[:] = value
+
+
+def _rates(run: Run, ours: Callable[[], None], bare: Callable[[], None]) -> Measurement:
+    return run.paired_rate(ours, bare, amount=COUNT * OBJECT_BYTES, scale=1e-9)
+
+
+def _stored(setting: S3Setting) -> None:
+    """Batch 1 on both sides."""
+    setting.put()
+    setting.batch = 0
+    setting.bare_put()
+
+
+@figure("s3.put", unit="GB/s", target="ratio>=0.9", reference="bare boto3, as many threads")
+def put(run: Run) -> Measurement:
+    with S3Setting.make() as setting:
+        return _rates(run, setting.put, setting.bare_put)
+
+
+@figure("s3.get", unit="GB/s", target="ratio>=0.9", reference="bare boto3, as many threads")
+def get(run: Run) -> Measurement:
+    with S3Setting.make() as setting:
+        _stored(setting)
+        return _rates(run, setting.get, setting.bare_get)
+
+
+@figure("s3.put_latency", unit="GB/s", target="ratio>=3", reference="one stream of bare boto3; 50 ms per request")
+def put_latency(run: Run) -> Measurement:
+    with S3Setting.make(latency_s=LATENCY_S, connections=16, streams=1) as setting:
+        return _rates(run, setting.put, setting.bare_put)
+
+
+@figure("s3.get_latency", unit="GB/s", target="ratio>=3", reference="one stream of bare boto3; 50 ms per request")
+def get_latency(run: Run) -> Measurement:
+    with S3Setting.make(latency_s=LATENCY_S, connections=16, streams=1) as setting:
+        _stored(setting)
+        return _rates(run, setting.get, setting.bare_get)

@@ -1,0 +1,188 @@
+"""One object at a time in any file system that fsspec knows.
+
+DESIGN. How an object appears at once depends on the file system. Where a rename is atomic (local disks, SFTP, HDFS ...)
+it is written under a temporary name and renamed; object stores show an upload only when it is whole, and have no
+rename. `exists` of fsspec is not used: it says "no" to every error.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from typing import Any, Final
+
+from storage_backends.base import Outcome
+from storage_backends.fsspec.failures import object_error
+from storage_backends.names import NAME_DIGITS, is_name
+from storage_backends.per_object import Listing, ObjectError, ObjectStore
+from storage_backends.segment_views import fill, starts_alike
+
+SUFFIX: Final = ".page"
+TEMPORARY: Final = ".tmp"
+STALE_S: Final = 3600.0
+"""A temporary file older than this has lost its writer."""
+
+
+class Commit(ABC):
+    """How an object appears at once. `write` raises what the file system raises."""
+
+    @abstractmethod
+    def write(self, fs: Any, path: str, value: bytes) -> None:
+        """Afterwards `path` holds `value`; until then nobody sees any of it there."""
+
+
+class DirectCommit(Commit):
+    """The file system shows nothing before it is whole: object stores."""
+
+    def write(self, fs: Any, path: str, value: bytes) -> None:
+        fs.pipe_file(path, value)
+
+
+class RenameCommit(Commit):
+    """A temporary name first. What is renamed replaces what another writer put there meanwhile: the same page."""
+
+    def write(self, fs: Any, path: str, value: bytes) -> None:
+        temporary = f"{path.removesuffix(SUFFIX)}.{uuid.uuid4().hex}{TEMPORARY}"
+        try:
+            self._pipe(fs, temporary, value)
+            fs.mv(temporary, path)
+        except BaseException:
+            with suppress(Exception):
+                fs.rm(temporary)
+            raise
+
+    def _pipe(self, fs: Any, path: str, value: bytes) -> None:
+        try:
+            fs.pipe_file(path, value)
+        except FileNotFoundError:
+            fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            fs.pipe_file(path, value)
+
+
+class FsspecStore(ObjectStore):
+    """Objects `ROOT/ab/ab<70 digits>.page`. fs: a file system of fsspec without a listing cache."""
+
+    def __init__(
+        self, fs: Any, root: str, commit: Commit, *, is_remote: bool, now: Callable[[], float] = time.time
+    ) -> None:
+        self._fs = fs
+        self._root = root
+        self._commit = commit
+        self._is_remote = is_remote
+        self._now = now
+
+    def size(self, name: str) -> int:
+        path = self._path(name)
+        with self._failures(path):
+            try:
+                found = self._fs.info(path)
+            except FileNotFoundError:
+                return -1
+        if found.get("type") == "directory":
+            return -1
+        if found.get("size") is None:
+            raise ObjectError(Outcome.FAILED, f"{path}: the file system tells no sizes")
+        return int(found["size"])
+
+    def read(self, name: str, into: list[memoryview]) -> Outcome:
+        value = self._value(name)
+        if value is None:
+            return Outcome.MISS
+        return Outcome.OK if fill(into, value) else Outcome.CORRUPT
+
+    def write(self, name: str, value: bytes) -> Outcome:
+        if self.size(name) >= 0:
+            return Outcome.EXISTS
+        path = self._path(name)
+        with self._failures(path):
+            self._commit.write(self._fs, path, value)
+        return Outcome.OK
+
+    def remove(self, name: str) -> Outcome:
+        # Some file systems say nothing where there is nothing to remove.
+        if self.size(name) < 0:
+            return Outcome.MISS
+        path = self._path(name)
+        with self._failures(path):
+            try:
+                self._fs.rm(path)
+            except FileNotFoundError:
+                return Outcome.MISS
+        return Outcome.OK
+
+    def remove_if(self, name: str, seen: list[memoryview]) -> Outcome:
+        value = self._value(name)
+        if value is None:
+            return Outcome.MISS
+        return self.remove(name) if starts_alike(seen, value) else Outcome.CHANGED
+
+    def listing(self) -> Iterator[Listing]:
+        for shard in self._ls(self._root):
+            if shard.get("type") == "directory":
+                entries = self._ls(shard["name"])
+                yield [found for entry in entries if (found := self._entry(entry)) is not None]
+
+    def place(self) -> str:
+        return str(self._fs.unstrip_protocol(self._root))
+
+    def close(self) -> None:
+        """fsspec has no call for it: connections end with the file system object."""
+
+    def _value(self, name: str) -> bytes | None:
+        path = self._path(name)
+        with self._failures(path):
+            try:
+                value: bytes = self._fs.cat_file(path)
+            except FileNotFoundError:
+                return None
+        return value
+
+    def _ls(self, path: str) -> list[Mapping[str, Any]]:
+        with self._failures(path):
+            try:
+                return list(self._fs.ls(path, detail=True))
+            except FileNotFoundError:
+                return []
+
+    def _entry(self, entry: Mapping[str, Any]) -> tuple[str, int, int] | None:
+        """An object; temporary files that lost their writer go."""
+        path = str(entry["name"])
+        name = path.rsplit("/", 1)[-1]
+        if name.endswith(TEMPORARY) and is_name(name[:NAME_DIGITS]):
+            self._remove_stale(path, entry)
+        name = name.removesuffix(SUFFIX)
+        if not is_name(name) or not path.endswith(self._path(name)):
+            return None
+        return name, int(entry["size"]), _modified_ns(entry)
+
+    def _remove_stale(self, path: str, entry: Mapping[str, Any]) -> None:
+        modified_ns = _modified_ns(entry)
+        if modified_ns and self._now() - modified_ns * 1e-9 > STALE_S:
+            with suppress(Exception):
+                self._fs.rm(path)
+
+    @contextmanager
+    def _failures(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # File systems raise whatever their libraries raise.
+            raise object_error(error, path, is_remote=self._is_remote) from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
+
+
+def _modified_ns(entry: Mapping[str, Any]) -> int:
+    """When it was written, 0 where the file system does not say."""
+    for key in ("mtime", "LastModified", "last_modified", "modified", "updated", "created"):
+        found = entry.get(key)
+        if isinstance(found, datetime):
+            return int(found.timestamp() * 1e9)
+        if isinstance(found, int | float):
+            return int(found * 1e9)
+    return 0

@@ -1,0 +1,280 @@
+"""The fsspec backend when the file system fails, tears objects, keeps listings, or lies elsewhere than it seems."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from storage_backends.base import Outcome, StorageBackend
+from storage_backends.errors import StorageConfigError, StorageError, StorageUnavailable
+from storage_backends.fsspec.backend import open_backend as fsspec_backend
+from storage_backends.fsspec.config import FsspecConfig
+from storage_backends.fsspec.store import STALE_S
+from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.names import names_of
+from storage_backends.registry import open_backend
+from storage_backends.testing.objects import Buffers, make_ids
+
+NAMESPACE = bytes(range(32))
+SIZE = 8192
+
+
+class Http(Exception):
+    """As the clients of object stores raise it: the status is an attribute."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"the service said {status}")
+
+
+class FancyConnectionError(Exception):
+    """A lost connection by a name of its own, as botocore has them."""
+
+
+class FancyTimeout(Exception):
+    """Likewise."""
+
+
+class Wrapped(OSError):
+    """Made from the client's error, as s3fs does."""
+
+    def __init__(self) -> None:
+        super().__init__("something went wrong")
+        self.__cause__ = Http(503)
+
+
+class BrokenFileSystem(MemoryFileSystem):
+    """Raises what a test says, per method; `torn` keeps so many bytes of what is written."""
+
+    protocol = "broken"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    raised: ClassVar[dict[str, BaseException]] = {}
+    torn: int | None = None
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("broken://", "memory://")))
+
+    def _meet(self, method: str) -> None:
+        if method in self.raised:
+            raise self.raised[method]
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        self._meet("info")
+        return super().info(path, **kwargs)
+
+    def cat_file(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        self._meet("cat_file")
+        return super().cat_file(path, *args, **kwargs)
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> Any:
+        self._meet("pipe_file")
+        return super().pipe_file(path, value[: self.torn], **kwargs)
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> Any:
+        self._meet("mv")
+        return super().mv(path1, path2, **kwargs)
+
+    def rm(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        self._meet("rm")
+        return super().rm(path, *args, **kwargs)
+
+    def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        self._meet("ls")
+        return super().ls(path, *args, **kwargs)
+
+
+fsspec.register_implementation("broken", BrokenFileSystem, clobber=True)
+
+
+@pytest.fixture
+def broken() -> Iterator[tuple[StorageBackend, dict[str, BaseException]]]:
+    """A backend without layers, and what its file system raises."""
+    BrokenFileSystem.store.clear()
+    BrokenFileSystem.pseudo_dirs[:] = ["", "/pages"]
+    BrokenFileSystem.raised.clear()
+    backend = fsspec_backend({"url": "broken://pages", "threads": 2})
+    yield backend, BrokenFileSystem.raised
+    BrokenFileSystem.raised.clear()
+    BrokenFileSystem.torn = None
+    backend.close()
+
+
+def put(backend: StorageBackend, seed: int = 0) -> list[int]:
+    return backend.put_from(make_ids(1, seed), Buffers.make(1, SIZE, seed).segments()).tolist()
+
+
+def get(backend: StorageBackend, seed: int = 0) -> list[int]:
+    return backend.get_into(make_ids(1, seed), Buffers.make(1, SIZE).segments()).tolist()
+
+
+FAILURES = [
+    (PermissionError(errno.EACCES, "not you"), Outcome.FAILED),
+    (OSError("something"), Outcome.FAILED),
+    (ValueError("something"), Outcome.FAILED),
+    (OSError(errno.ENOSPC, "full"), Outcome.NO_SPACE),
+    (OSError(errno.EDQUOT, "quota"), Outcome.NO_SPACE),
+    (OSError(errno.EBUSY, "slow down"), Outcome.THROTTLED),
+    (OSError(errno.EIO, "inside the service"), Outcome.UNAVAILABLE),
+    (ConnectionResetError(errno.ECONNRESET, "gone"), Outcome.UNAVAILABLE),
+    (FancyConnectionError(), Outcome.UNAVAILABLE),
+    (TimeoutError(), Outcome.TIMEOUT),
+    (FancyTimeout(), Outcome.TIMEOUT),
+    (Http(403), Outcome.FAILED),
+    (Http(429), Outcome.THROTTLED),
+    (Http(500), Outcome.UNAVAILABLE),
+    (Wrapped(), Outcome.THROTTLED),
+]
+Broken = tuple[StorageBackend, dict[str, BaseException]]
+
+
+class TestFailures:
+    @pytest.mark.parametrize(("error", "expected"), FAILURES)
+    @pytest.mark.parametrize("method", ["info", "pipe_file", "mv"])
+    def test_put_leaves_nothing(self, broken: Broken, method: str, error: BaseException, expected: Outcome) -> None:
+        backend, raised = broken
+        raised[method] = error
+        assert put(backend) == [expected]
+        raised.clear()
+        assert BrokenFileSystem.store == {}
+        assert put(backend) == [Outcome.OK]
+        assert get(backend) == [Outcome.OK]
+
+    @pytest.mark.parametrize(("error", "expected"), FAILURES)
+    def test_an_error_is_never_a_miss(self, broken: Broken, error: BaseException, expected: Outcome) -> None:
+        backend, raised = broken
+        put(backend)
+        raised.update(info=error, cat_file=error, rm=error, ls=error)
+        assert backend.contains(make_ids(1)).tolist() == [expected]
+        assert get(backend) == [expected]
+        assert backend.delete(make_ids(1)).tolist() == [expected]
+        for call in (lambda: backend.sizes(make_ids(1)), lambda: list(backend.scan())):
+            with pytest.raises(StorageError) as got:
+                call()
+            assert got.value.outcome in (expected, Outcome.FAILED)
+        raised.clear()
+        assert get(backend) == [Outcome.OK]
+
+    def test_the_text_is_in_the_log(self, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
+        backend, raised = broken
+        raised["cat_file"] = Http(403)
+        with caplog.at_level(logging.WARNING):
+            assert get(backend) == get(backend) == [Outcome.FAILED]
+        assert [record.getMessage().count("the service said 403") for record in caplog.records] == [1]
+
+    @pytest.mark.parametrize("torn", [0, 1, 100, 5000])
+    def test_torn_upload_fails_its_checksum(self, broken: Broken, torn: int) -> None:
+        """A file system that says it stored what it did not."""
+        backend, _ = broken
+        layer, ids, pages = ChecksumLayer(backend, NAMESPACE), make_ids(1), Buffers.make(1, SIZE, seed=1)
+        BrokenFileSystem.torn = torn
+        assert layer.put_from(ids, pages.segments()).tolist() == [Outcome.OK]
+        BrokenFileSystem.torn = None
+        assert layer.get_into(ids, Buffers.make(1, SIZE).segments()).tolist() == [Outcome.CORRUPT]
+        assert layer.contains(ids).tolist() == [Outcome.MISS]
+        assert layer.put_from(ids, pages.segments()).tolist() == [Outcome.OK]
+        assert layer.get_into(ids, Buffers.make(1, SIZE).segments()).tolist() == [Outcome.OK]
+
+
+class TestOthers:
+    def test_what_others_do_is_seen_at_once(self, tmp_path: Path) -> None:
+        url = f"file://{tmp_path}/pages"
+        with closing(fsspec_backend({"url": url})) as one, closing(fsspec_backend({"url": url})) as other:
+            assert put(one) == [Outcome.OK]
+            assert put(other) == [Outcome.EXISTS]
+            assert get(other) == [Outcome.OK]
+            list(one.scan())
+            assert other.delete(make_ids(1)).tolist() == [Outcome.OK]
+            assert one.contains(make_ids(1)).tolist() == [Outcome.MISS]
+            assert one.sizes(make_ids(1)).tolist() == [-1]
+            assert put(one) == [Outcome.OK]
+
+    def test_no_listing_is_kept(self, broken: Broken) -> None:
+        backend, _ = broken
+        fs = backend._store._fs  # type: ignore[attr-defined]
+        fs.dircache["/pages"] = [{"name": "/pages/xx", "size": 1, "type": "file"}]
+        assert len(fs.dircache) == 0
+
+    def test_temporaries_of_the_dead_go_and_others_stay(self, tmp_path: Path) -> None:
+        name = names_of(make_ids(1))[0]
+        shard = tmp_path / name[:2]
+        shard.mkdir()
+        old, young, foreign = (
+            shard / file for file in (f"{name}.{'0' * 32}.tmp", f"{name}.{'1' * 32}.tmp", "notes.tmp")
+        )
+        for path in (old, young, foreign):
+            path.write_bytes(b"x")
+        for path in (old, foreign):
+            os.utime(path, times=(0, path.stat().st_mtime - 2 * STALE_S))
+        with closing(fsspec_backend({"url": f"file://{tmp_path}"})) as backend:
+            assert list(backend.scan()) == []
+        assert sorted(path.name for path in shard.iterdir()) == sorted([young.name, foreign.name])
+
+    def test_other_files_are_not_listed(self, tmp_path: Path) -> None:
+        with closing(fsspec_backend({"url": f"file://{tmp_path}"})) as backend:
+            put(backend)
+            name = names_of(make_ids(1))[0]
+            for place in (f"{name[:2]}/README", f"{name[:2]}/{name}", f"zz/{name}.page", f"{name}.page"):
+                (tmp_path / place).parent.mkdir(exist_ok=True)
+                (tmp_path / place).write_bytes(b"not ours")
+            assert np.concatenate([batch.ids for batch in backend.scan()]).tolist() == make_ids(1).tolist()
+
+
+class TestOpening:
+    def test_unknown_protocol(self) -> None:
+        with pytest.raises(StorageConfigError, match=r"url='nope://x' cannot be opened: .*nope"):
+            fsspec_backend({"url": "nope://x"})
+
+    @pytest.mark.parametrize("url", ["simplecache::file:///x", "filecache::s3://b/k", "blockcache::file:///x"])
+    def test_caches_in_between(self, url: str) -> None:
+        with pytest.raises(StorageConfigError, match=r"puts the cache .* in between"):
+            fsspec_backend({"url": url})
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"urll": "file:///x"}, "'fsspec' has no option 'urll'; did you mean 'url'"),
+            ({"url": "/srv/pages"}, "url='/srv/pages' is not a URL"),
+            ({"url": "file:///x", "storage_options": 5}, "storage_options is not a table"),
+            ({"url": "file:///x", "commit": "maybe"}, "commit='maybe' is not one of auto, rename, direct"),
+            ({"url": "file:///x", "threads": 0}, "threads=0 is not within 1 to 256"),
+        ],
+    )
+    def test_what_cannot_work_is_named(self, options: dict[str, object], message: str) -> None:
+        with pytest.raises(StorageConfigError) as raised:
+            FsspecConfig.parse(options)
+        assert message in str(raised.value)
+
+    def test_storage_options_are_not_shown(self) -> None:
+        assert "hidden" not in repr(FsspecConfig.parse({"url": "s3://b", "storage_options": {"secret": "hidden"}}))
+
+    def test_a_place_that_cannot_be_used(self, broken: Broken, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(StorageConfigError, match="cannot be used"):
+            fsspec_backend({"url": f"file://{tmp_path}/file"})
+        _, raised = broken
+        raised["ls"] = Http(403)
+        with pytest.raises(StorageConfigError, match="the service said 403"):
+            fsspec_backend({"url": "broken://pages"})
+        raised["ls"] = FancyConnectionError()
+        with pytest.raises(StorageUnavailable, match="FancyConnectionError"):
+            fsspec_backend({"url": "broken://pages"})
+
+    def test_far_places_come_in_layers_and_local_ones_do_not(self, broken: Broken, tmp_path: Path) -> None:
+        with closing(open_backend("fsspec", {"url": f"file://{tmp_path}"})) as local:
+            assert not local.capabilities().remote
+            assert "deadline_exceeded" not in local.tallies()
+        with closing(open_backend("fsspec", {"url": "broken://pages"})) as far:
+            assert far.capabilities().remote
+            assert "deadline_exceeded" in far.tallies()
