@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -9,11 +10,13 @@ import fsspec.core
 import fsspec.utils
 
 from storage_backends.base import Capabilities
-from storage_backends.errors import StorageConfigError, StorageUnavailable
+from storage_backends.errors import StorageConfigError
 from storage_backends.fsspec.config import FsspecConfig
 from storage_backends.fsspec.failures import outcome_of
 from storage_backends.fsspec.store import Commit, DirectCommit, FsspecStore, RenameCommit
 from storage_backends.per_object import PerObjectBackend
+
+logger = logging.getLogger(__name__)
 
 LOCAL: Final = frozenset({"file", "local", "memory"})
 WHOLE_UPLOADS: Final = frozenset(
@@ -26,7 +29,7 @@ def open_backend(options: Mapping[str, object]) -> PerObjectBackend:
     """Entry point `fsspec` of `cachesvc.storage_backends`.
 
     Raises StorageConfigError for a protocol without a driver (naming its package), for options it refuses and where
-    the place cannot be listed; StorageUnavailable where nobody answers.
+    the place cannot be listed. Where nobody answers it opens all the same: a service may be back at any time.
     """
     config = FsspecConfig.parse(options)
     fs, root = _file_system(config)
@@ -83,9 +86,9 @@ def _check_place(fs: Any, root: str, config: FsspecConfig, *, is_remote: bool) -
         raise StorageConfigError(f"url={config.url!r}: {root!r} does not exist; create it first") from None
     except Exception as error:
         text = f"url={config.url!r} cannot be used: {type(error).__name__}: {error}"
-        if outcome_of(error, is_remote=is_remote).is_transient:
-            raise StorageUnavailable(text) from error
-        raise StorageConfigError(text) from error
+        if not outcome_of(error, is_remote=is_remote).is_transient:
+            raise StorageConfigError(text) from error
+        logger.warning("%s; it may be back later", text)
 
 
 def _top(root: str) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Final
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Final
 
 import boto3.session
 import botocore.session
-from botocore.client import BaseClient
 from botocore.config import Config
 from botocore.loaders import Loader, create_loader
 
 from storage_backends.base import Capabilities, Outcome
-from storage_backends.errors import StorageConfigError, StorageUnavailable
+from storage_backends.errors import StorageConfigError
 from storage_backends.per_object import PerObjectBackend
 from storage_backends.s3.config import S3Config
 from storage_backends.s3.failures import FAILURES, outcome_of
@@ -32,6 +34,9 @@ CAPABILITIES: Final = Capabilities(
     remote=True,
 )
 
+logger = logging.getLogger(__name__)
+
+_ANSWER_S: Final = 1.0
 # Descriptions of services, parsed once for all clients of the process: a session of its own parses 1 MB again.
 _DESCRIPTIONS: Final[Loader] = create_loader()
 
@@ -39,20 +44,15 @@ _DESCRIPTIONS: Final[Loader] = create_loader()
 def open_backend(options: Mapping[str, object]) -> PerObjectBackend:
     """Entry point `s3` of `cachesvc.storage_backends`.
 
-    Asks for the bucket: StorageConfigError where it is not there or not for us, StorageUnavailable where nobody
-    answers.
+    Asks for the bucket: StorageConfigError where it is not there or not for us. Where nobody answers within a second
+    it opens all the same: a service that is away may be back at any time.
     """
     config = S3Config.parse(options)
-    client = make_client(config)
-    try:
-        _check_bucket(client, config)
-    except BaseException:
-        client.close()
-        raise
-    return PerObjectBackend(CAPABILITIES, S3Store(client, config), config.connections)
+    _check_bucket(config)
+    return PerObjectBackend(CAPABILITIES, S3Store(make_client(config), config), config.connections)
 
 
-def make_client(config: S3Config) -> BaseClient:
+def make_client(config: S3Config) -> Any:
     """A boto3 client that never tries twice and has a connection for every thread of the backend, and for the scan."""
     when = "when_supported" if config.checksums == "on" else "when_required"
     try:
@@ -83,13 +83,20 @@ def make_client(config: S3Config) -> BaseClient:
         raise StorageConfigError(f"no S3 client with these options: {error}") from error
 
 
-def _check_bucket(client: BaseClient, config: S3Config) -> None:
-    try:
-        client.head_bucket(Bucket=config.bucket)
-    except FAILURES as error:
-        outcome, where = outcome_of(error), config.endpoint or "AWS"
-        if outcome is Outcome.MISS:
-            raise StorageConfigError(f"bucket={config.bucket!r} does not exist at {where}; create it first") from error
-        if outcome.is_transient:
-            raise StorageUnavailable(f"bucket={config.bucket!r} at {where}: {error}") from error
-        raise StorageConfigError(f"bucket={config.bucket!r} at {where} cannot be used: {error}") from error
+def _check_bucket(config: S3Config) -> None:
+    short = replace(
+        config,
+        connect_timeout_s=min(_ANSWER_S, config.connect_timeout_s),
+        request_timeout_s=min(_ANSWER_S, config.request_timeout_s),
+    )
+    where = f"bucket={config.bucket!r} at {config.endpoint or 'AWS'}"
+    with closing(make_client(short)) as client:
+        try:
+            client.head_bucket(Bucket=config.bucket)
+        except FAILURES as error:
+            outcome = outcome_of(error)
+            if outcome is Outcome.MISS:
+                raise StorageConfigError(f"{where} does not exist; create it first") from error
+            if not outcome.is_transient:
+                raise StorageConfigError(f"{where} cannot be used: {error}") from error
+            logger.warning("%s does not answer yet: %s", where, error)

@@ -21,7 +21,7 @@ from storage_backends.s3.failures import FAILURES, object_error, outcome_of
 from storage_backends.segment_views import starts_alike
 
 SUFFIX: Final = ".page"
-_PIECE_BYTES: Final = 256 * 1024
+_PIECE_BYTES: Final = 1024 * 1024
 
 
 class S3Store(ObjectStore):

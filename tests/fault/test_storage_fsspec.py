@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from storage_backends.base import Outcome, StorageBackend
-from storage_backends.errors import StorageConfigError, StorageError, StorageUnavailable
+from storage_backends.errors import StorageConfigError, StorageError
 from storage_backends.fsspec.backend import open_backend as fsspec_backend
 from storage_backends.fsspec.config import FsspecConfig
 from storage_backends.fsspec.store import STALE_S
@@ -267,9 +267,15 @@ class TestOpening:
         raised["ls"] = Http(403)
         with pytest.raises(StorageConfigError, match="the service said 403"):
             fsspec_backend({"url": "broken://pages"})
-        raised["ls"] = FancyConnectionError()
-        with pytest.raises(StorageUnavailable, match="FancyConnectionError"):
-            fsspec_backend({"url": "broken://pages"})
+
+    def test_nobody_answers_yet(self, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
+        _, raised = broken
+        raised.update(ls=FancyConnectionError(), info=FancyConnectionError())
+        with caplog.at_level(logging.WARNING), closing(fsspec_backend({"url": "broken://pages"})) as backend:
+            assert "may be back later" in caplog.text
+            assert backend.contains(make_ids(1)).tolist() == [Outcome.UNAVAILABLE]
+            raised.clear()
+            assert put(backend) == [Outcome.OK]
 
     def test_far_places_come_in_layers_and_local_ones_do_not(self, broken: Broken, tmp_path: Path) -> None:
         with closing(open_backend("fsspec", {"url": f"file://{tmp_path}"})) as local:
