@@ -16,12 +16,14 @@ class InFlight:
         self._name = name
         self._changed = threading.Condition()
         self._count = 0
+        self._has_lone = False
         self._is_closed = False
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Around a call. Raises StorageClosed after `close`."""
         with self._changed:
+            self._changed.wait_for(lambda: not self._has_lone)
             if self._is_closed:
                 raise StorageClosed(f"the {self._name} backend was closed")
             self._count += 1
@@ -30,6 +32,20 @@ class InFlight:
         finally:
             with self._changed:
                 self._count -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around what must not happen while a call runs: waits for those in flight, and later ones wait for it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._has_lone)
+            self._has_lone = True
+            self._changed.wait_for(lambda: self._count == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._has_lone = False
                 self._changed.notify_all()
 
     def close(self) -> bool:

@@ -67,6 +67,45 @@ def check_pages(headers: U8, ids: ObjectIds, namespace: bytes, addresses: U64, p
     return _core.check_pages(headers, ids, namespace, addresses, payload_bytes)
 
 
+def encode_encoded_headers(
+    ids: ObjectIds,
+    namespace: bytes,
+    addresses: U64,
+    stored_bytes: U64,
+    codecs: U32,
+    raw_bytes: int,
+    header_bytes: int,
+) -> U8:
+    """`encode_headers` for pages that a codec made into `stored_bytes` [n] bytes at `addresses`.
+
+    codecs [n]: what goes into each header; raw_bytes: the length of every page before.
+    """
+    return _core.encode_encoded_headers(ids, namespace, addresses, stored_bytes, codecs, raw_bytes, header_bytes)
+
+
+def check_encoded(
+    headers: U8, ids: ObjectIds, namespace: bytes, addresses: U64, available_bytes: U64, raw_bytes: int
+) -> tuple[U8, U32, U64]:
+    """`check_pages` for pages of any codec: [n] of PageCheck, codec, and stored length (0 where not OK).
+
+    available_bytes [n]: how many bytes may be read at each address; a page that claims more is WRONG_LENGTH.
+    """
+    return _core.check_encoded(headers, ids, namespace, addresses, available_bytes, raw_bytes)
+
+
+def split_planes(addresses: U64, page_bytes: int, value_bytes: int) -> U8:
+    """Pages as byte planes, [n, page_bytes]: the first byte of every value of 1, 2 or 4 bytes, then the second, ...
+
+    Bytes past the last whole value follow unchanged.
+    """
+    return _core.split_planes(addresses, page_bytes, value_bytes)
+
+
+def join_planes(planes: U64, page_bytes: int, value_bytes: int, addresses: U64) -> None:
+    """The reverse: `planes` [n] says where each page's planes lie, `addresses` [n] where the page goes."""
+    _core.join_planes(planes, page_bytes, value_bytes, addresses)
+
+
 def xxh3_128(addresses: U64, lengths: U64) -> U8:
     """XXH3-128 checksums of n byte ranges, [n, 16], in canonical order: the bytes of xxhash.xxh3_128_digest."""
     return _core.xxh3_128(addresses, lengths)

@@ -37,6 +37,37 @@ NumpyArray<uint8_t> check_pages_py(const Input<uint8_t>& headers, const Input<ui
     return checks;
 }
 
+NumpyArray<uint8_t> encode_encoded_headers_py(const Input<uint8_t>& ids, nb::bytes ns,
+                                              const Input<uint64_t>& addresses, const Input<uint64_t>& stored_bytes,
+                                              const Input<uint32_t>& codecs, size_t raw_bytes, size_t header_bytes) {
+    const PageBatch pages = page_batch(ids, ns, addresses, raw_bytes);
+    if (header_bytes != 128 && header_bytes != 4096) throw nb::value_error("header_bytes: expected 128 or 4096");
+    const EncodedBatch batch{pages, input_1d(stored_bytes, "stored_bytes", pages.num_pages).data(),
+                             input_1d(codecs, "codecs", pages.num_pages).data()};
+    auto headers = new_array<uint8_t>(pages.num_pages, header_bytes);
+    nb::gil_scoped_release released;
+    encode_encoded_headers(batch, header_bytes, headers.data());
+    return headers;
+}
+
+nb::tuple check_encoded_py(const Input<uint8_t>& headers, const Input<uint8_t>& ids, nb::bytes ns,
+                           const Input<uint64_t>& addresses, const Input<uint64_t>& available_bytes,
+                           size_t raw_bytes) {
+    const PageBatch pages = page_batch(ids, ns, addresses, raw_bytes);
+    const auto header_rows = input_rows(headers, "headers", pages.num_pages);
+    if (header_rows.row_length < page_header_bytes) throw nb::value_error("headers: expected at least 128 bytes a row");
+    const EncodedBatch batch{pages, input_1d(available_bytes, "available_bytes", pages.num_pages).data(), nullptr};
+    auto checks = new_array<uint8_t>(pages.num_pages);
+    auto codecs = new_array<uint32_t>(pages.num_pages);
+    auto stored_bytes = new_array<uint64_t>(pages.num_pages);
+    {
+        nb::gil_scoped_release released;
+        check_encoded(batch, header_rows.row_length, header_rows.data,
+                      {reinterpret_cast<PageCheck*>(checks.data()), codecs.data(), stored_bytes.data()});
+    }
+    return nb::make_tuple(checks, codecs, stored_bytes);
+}
+
 NumpyArray<uint8_t> object_ids_py(const Input<uint8_t>& keys, uint16_t pool, uint16_t rank) {
     const auto key_rows = input_rows(keys, "keys", any_length, key_bytes);
     auto ids = new_array<uint8_t>(key_rows.num_rows, object_id_bytes);
@@ -71,6 +102,17 @@ void bind_page_format(nb::module_& m) {
           nb::arg("payload_bytes"), nb::arg("header_bytes"));
     m.def("check_pages", &check_pages_py, nb::arg("headers"), nb::arg("ids"), nb::arg("namespace"),
           nb::arg("addresses"), nb::arg("payload_bytes"));
+    m.def("encode_encoded_headers", &encode_encoded_headers_py, nb::arg("ids"), nb::arg("namespace"),
+          nb::arg("addresses"), nb::arg("stored_bytes"), nb::arg("codecs"), nb::arg("raw_bytes"),
+          nb::arg("header_bytes"));
+    m.def("check_encoded", &check_encoded_py,
+          nb::sig("def check_encoded(headers: numpy.typing.NDArray[numpy.uint8], ids: numpy.typing.NDArray[numpy.uint8], "
+                  "namespace: bytes, addresses: numpy.typing.NDArray[numpy.uint64], "
+                  "available_bytes: numpy.typing.NDArray[numpy.uint64], raw_bytes: int) -> "
+                  "tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint32], "
+                  "numpy.typing.NDArray[numpy.uint64]]"),
+          nb::arg("headers"), nb::arg("ids"), nb::arg("namespace"), nb::arg("addresses"), nb::arg("available_bytes"),
+          nb::arg("raw_bytes"));
     m.def("object_ids", &object_ids_py, nb::arg("keys"), nb::arg("pool"), nb::arg("rank"));
     m.def("xxh3_128", &xxh3_128_py, nb::arg("addresses"), nb::arg("lengths"));
     m.def("crc32c", &crc32c_py, nb::arg("data"));

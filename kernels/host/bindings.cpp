@@ -8,6 +8,7 @@ NB_MODULE(_core, m) {
     bind_radix_tree(m);
     bind_page_keys(m);
     bind_page_format(m);
+    bind_byte_planes(m);
     bind_region(m);
     bind_page_index(m);
     bind_paged_copy(m);

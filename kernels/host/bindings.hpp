@@ -6,6 +6,7 @@ namespace cachesvc {
 void bind_radix_tree(nanobind::module_& m);
 void bind_page_keys(nanobind::module_& m);
 void bind_page_format(nanobind::module_& m);
+void bind_byte_planes(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
 void bind_page_index(nanobind::module_& m);
 void bind_paged_copy(nanobind::module_& m);

@@ -46,16 +46,22 @@ uint32_t header_crc(PageHeader header) {
     return crc32c(reinterpret_cast<const uint8_t*>(&header), sizeof(header));
 }
 
-PageHeader describe(const PageBatch& pages, size_t i, size_t header_bytes) {
+struct Stored {
+    uint32_t codec;
+    uint64_t bytes;
+};
+
+PageHeader describe(const PageBatch& pages, size_t i, size_t header_bytes, Stored stored) {
     PageHeader header{};
     std::copy(std::begin(page_magic), std::end(page_magic), header.magic);
     header.version = page_version;
     header.header_bytes = static_cast<uint32_t>(header_bytes);
-    header.codec = raw_codec;
-    header.stored_bytes = header.raw_bytes = pages.payload_bytes;
+    header.codec = stored.codec;
+    header.stored_bytes = stored.bytes;
+    header.raw_bytes = pages.payload_bytes;
     std::memcpy(header.id, pages.ids + i * object_id_bytes, sizeof(header.id));
     std::memcpy(header.ns, pages.ns, sizeof(header.ns));
-    page_checksum(reinterpret_cast<const void*>(pages.addresses[i]), pages.payload_bytes, header.checksum);
+    page_checksum(reinterpret_cast<const void*>(pages.addresses[i]), stored.bytes, header.checksum);
     header.crc = header_crc(header);
     return header;
 }
@@ -65,44 +71,81 @@ bool is_all_zero(const PageHeader& header) {
     return std::memcmp(&header, &zero, sizeof(header)) == 0;
 }
 
+// What lengths and codecs a reader can take.
+struct Expected {
+    uint32_t codecs;       // how many it knows
+    uint64_t least_bytes;  // of stored_bytes
+    uint64_t most_bytes;
+};
+
 // Everything but the payload. From the outside in: a field means something only once the ones before it hold.
-PageCheck check_header(const PageHeader& header, const PageBatch& pages, size_t i, size_t header_bytes) {
+PageCheck check_header(const PageHeader& header, const PageBatch& pages, size_t i, size_t header_bytes,
+                       const Expected& expected) {
     if (is_all_zero(header)) return PageCheck::bad_header;
     if (std::memcmp(header.magic, page_magic, sizeof(page_magic)) != 0) return PageCheck::foreign;
     if (header.version != page_version) return PageCheck::newer;
     if (header.crc != header_crc(header) || header.header_bytes != header_bytes) return PageCheck::bad_header;
-    if (header.codec != raw_codec) return PageCheck::newer;
+    if (header.codec >= expected.codecs) return PageCheck::newer;
     const bool is_asked_for = std::memcmp(header.id, pages.ids + i * object_id_bytes, sizeof(header.id)) == 0 &&
                               std::memcmp(header.ns, pages.ns, sizeof(header.ns)) == 0;
     if (!is_asked_for) return PageCheck::wrong_key;
-    const bool has_length = header.stored_bytes == pages.payload_bytes && header.raw_bytes == pages.payload_bytes;
+    const bool has_length = header.raw_bytes == pages.payload_bytes && header.stored_bytes >= expected.least_bytes &&
+                            header.stored_bytes <= expected.most_bytes &&
+                            (header.codec != raw_codec || header.stored_bytes == header.raw_bytes);
     return has_length ? PageCheck::ok : PageCheck::wrong_length;
 }
 
-PageCheck check_page(const uint8_t* header_at, const PageBatch& pages, size_t i, size_t header_bytes) {
-    PageHeader header;
-    std::memcpy(&header, header_at, sizeof(header));
-    const PageCheck check = check_header(header, pages, i, header_bytes);
+PageCheck check_page(const PageHeader& header, const PageBatch& pages, size_t i, size_t header_bytes,
+                     const Expected& expected) {
+    const PageCheck check = check_header(header, pages, i, header_bytes, expected);
     if (check != PageCheck::ok) return check;
     uint8_t checksum[checksum_bytes];
-    page_checksum(reinterpret_cast<const void*>(pages.addresses[i]), pages.payload_bytes, checksum);
+    page_checksum(reinterpret_cast<const void*>(pages.addresses[i]), header.stored_bytes, checksum);
     return std::memcmp(checksum, header.checksum, sizeof(checksum)) == 0 ? PageCheck::ok : PageCheck::bad_checksum;
+}
+
+PageHeader load_header(const uint8_t* headers, size_t i, size_t header_bytes) {
+    PageHeader header;
+    std::memcpy(&header, headers + i * header_bytes, sizeof(header));
+    return header;
+}
+
+void store_header(const PageHeader& header, size_t i, size_t header_bytes, uint8_t* headers) {
+    uint8_t* out = headers + i * header_bytes;
+    std::memcpy(out, &header, sizeof(header));
+    std::memset(out + sizeof(header), 0, header_bytes - sizeof(header));
 }
 
 }  // namespace
 
 void encode_headers(const PageBatch& pages, size_t header_bytes, uint8_t* headers) {
     guarded_all(pages.num_pages, [&](size_t i) {
-        const PageHeader header = describe(pages, i, header_bytes);
-        uint8_t* out = headers + i * header_bytes;
-        std::memcpy(out, &header, sizeof(header));
-        std::memset(out + sizeof(header), 0, header_bytes - sizeof(header));
+        store_header(describe(pages, i, header_bytes, {raw_codec, pages.payload_bytes}), i, header_bytes, headers);
     });
 }
 
 void check_pages(const PageBatch& pages, size_t header_bytes, const uint8_t* headers, PageCheck* checks) {
+    const Expected raw_only{1, pages.payload_bytes, pages.payload_bytes};
     guarded_all(pages.num_pages, [&](size_t i) {
-        checks[i] = check_page(headers + i * header_bytes, pages, i, header_bytes);
+        checks[i] = check_page(load_header(headers, i, header_bytes), pages, i, header_bytes, raw_only);
+    });
+}
+
+void encode_encoded_headers(const EncodedBatch& batch, size_t header_bytes, uint8_t* headers) {
+    guarded_all(batch.pages.num_pages, [&](size_t i) {
+        const Stored stored{batch.codecs[i], batch.stored_bytes[i]};
+        store_header(describe(batch.pages, i, header_bytes, stored), i, header_bytes, headers);
+    });
+}
+
+void check_encoded(const EncodedBatch& batch, size_t header_bytes, const uint8_t* headers, const EncodedChecks& out) {
+    guarded_all(batch.pages.num_pages, [&](size_t i) {
+        const PageHeader header = load_header(headers, i, header_bytes);
+        const Expected any_codec{num_codecs, 1, batch.stored_bytes[i]};
+        out.checks[i] = check_page(header, batch.pages, i, header_bytes, any_codec);
+        const bool is_ok = out.checks[i] == PageCheck::ok;
+        out.codecs[i] = is_ok ? header.codec : 0;
+        out.stored_bytes[i] = is_ok ? header.stored_bytes : 0;
     });
 }
 

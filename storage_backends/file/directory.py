@@ -67,7 +67,8 @@ class ObjectDirectory(StorageBackend):
         self._clock_ns = clock_ns
         self._path = config.path
         self._calls = InFlight("file")
-        # Held from a rename to its entry in the index and over a deletion: whoever deletes finds both or neither.
+        # Held from a rename to its entry in the index, and from leaving the index to the file's removal: nobody removes
+        # what another thread has put under the same name meanwhile.
         self._naming = threading.Lock()
         directory_fd = _open_directory(config)
         try:
@@ -126,9 +127,10 @@ class ObjectDirectory(StorageBackend):
             if not self._index.is_complete:
                 known = self._index.objects.contains(ids)
                 return np.where(known, Outcome.EXISTS, Outcome.THROTTLED).astype(np.uint8)
-            reservation = self._index.objects.reserve(ids, lengths.astype(np.uint64))
-            try:
+            with self._naming:
+                reservation = self._index.objects.reserve(ids, lengths.astype(np.uint64))
                 self._index.remove_victims(reservation)
+            try:
                 result = ADMISSION_OUTCOMES[reservation.admission()]
                 numbers = self._write(ids, segments, result, guard)
                 with self._naming:

@@ -33,6 +33,7 @@ from storage_backends.base import (
 )
 from storage_backends.codes import ADMISSION_OUTCOMES
 from storage_backends.errors import StorageError
+from storage_backends.in_flight import InFlight
 from storage_backends.layers.passing import PassingLayer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class CapacityLayer(PassingLayer):
         self._capabilities = _bounded(inner.capabilities())
         self._index = ObjectIndex(capacity_bytes)
         self._retry_s = retry_s
-        self._committing = threading.Lock()
+        self._puts = InFlight("capacity layer")
         self._is_complete = False
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -83,6 +84,10 @@ class CapacityLayer(PassingLayer):
         if not self._is_complete:
             known = self._index.contains(ids)
             return np.where(known, Outcome.EXISTS, Outcome.THROTTLED).astype(np.uint8)
+        with self._puts.call():
+            return self._put(ids, segments, guard)
+
+    def _put(self, ids: ObjectIds, segments: Segments, guard: Guard | None) -> Outcomes:
         reservation = self._index.reserve(ids, segments.object_lengths().astype(np.uint64))
         stored = np.zeros(len(ids), dtype=np.bool_)
         try:
@@ -98,18 +103,19 @@ class CapacityLayer(PassingLayer):
                 stored[granted] = np.isin(result[granted], MAY_BE_THERE)
             return result
         finally:
-            self._commit(reservation, ids, stored)
+            self._index.commit(reservation, stored)
 
     def delete(self, ids: ObjectIds) -> Outcomes:
-        moment = self._index.moment()
-        result = self.inner.delete(ids)
-        self._forget(ids, (result == Outcome.OK) | (result == Outcome.MISS), moment)
+        # Not between the moment when an object is on the medium and the one when the index says so.
+        with self._puts.alone():
+            result = self.inner.delete(ids)
+            self._forget(ids, (result == Outcome.OK) | (result == Outcome.MISS), self._index.moment())
         return result
 
     def set_aside(self, ids: ObjectIds, seen: Segments) -> Outcomes:
-        moment = self._index.moment()
-        result = self.inner.set_aside(ids, seen)
-        self._forget(ids, (result == Outcome.OK) | (result == Outcome.MISS), moment)
+        with self._puts.alone():
+            result = self.inner.set_aside(ids, seen)
+            self._forget(ids, (result == Outcome.OK) | (result == Outcome.MISS), self._index.moment())
         return result
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
@@ -129,11 +135,6 @@ class CapacityLayer(PassingLayer):
         self._stop.set()
         self.inner.close()  # before the thread is waited for: it ends a scan that hangs in the medium
         self._thread.join()
-
-    def _commit(self, reservation: Reservation, ids: ObjectIds, stored: NDArray[np.bool_]) -> None:
-        # An id that was deleted between two puts of it may have been stored by both: the second one adds nothing.
-        with self._committing:
-            self._index.commit(reservation, stored & ~self._index.contains(ids))
 
     def _forget(self, ids: ObjectIds, which: NDArray[np.bool_], moment: int) -> None:
         if which.any():

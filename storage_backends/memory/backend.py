@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -61,6 +62,9 @@ class MemoryBackend(StorageBackend):
     def __init__(self, config: MemoryConfig) -> None:
         self._index = ObjectIndex(config.capacity_bytes)
         self._objects = HeapObjects()
+        # From a publication to its entry in the index, and from there to the object's removal: index and objects agree
+        # outside of it, whoever put, evicted or deleted what.
+        self._naming = threading.Lock()
         self._is_closed = False
 
     def capabilities(self) -> Capabilities:
@@ -84,10 +88,10 @@ class MemoryBackend(StorageBackend):
     def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
         self._check_open()
         check_batch(ids, segments)
-        reservation = self._index.reserve(ids, segments.object_lengths().astype(np.uint64))
-        stored = np.zeros(len(ids), dtype=np.bool_)
-        try:
+        with self._naming:
+            reservation = self._index.reserve(ids, segments.object_lengths().astype(np.uint64))
             self._remove_victims(reservation)
+        try:
             admission = reservation.admission()
             result = ADMISSION_OUTCOMES[admission]
             granted = admission == Admission.GRANTED
@@ -95,18 +99,21 @@ class MemoryBackend(StorageBackend):
                 return result
             staged = self._objects.stage(segments.addresses, segments.lengths, segments.offsets, granted)
             kept = granted if guard is None else granted & guard()
-            stored = self._objects.publish(ids, staged, kept)
+            with self._naming:
+                stored = self._objects.publish(ids, staged, kept)
+                self._index.commit(reservation, stored)
             result[granted & ~kept] = Outcome.CHANGED
             result[kept & ~stored] = Outcome.EXISTS
             return result
         finally:
-            self._index.commit(reservation, stored)
+            self._index.commit(reservation, np.zeros(len(ids), dtype=np.bool_))
 
     def delete(self, ids: ObjectIds) -> Outcomes:
         self._check_open()
-        known = self._index.contains(ids)
-        self._remove_victims(self._index.withdraw(ids))
-        return PRESENCE_OUTCOMES[(known | self._objects.remove(ids)).view(np.uint8)]
+        with self._naming:
+            known = self._index.contains(ids)
+            self._remove_victims(self._index.withdraw(ids))
+            return PRESENCE_OUTCOMES[(known | self._objects.remove(ids)).view(np.uint8)]
 
     def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
         self._check_open()
@@ -115,9 +122,9 @@ class MemoryBackend(StorageBackend):
     def set_aside(self, ids: ObjectIds, seen: Segments) -> Outcomes:
         """Memory keeps nothing for inspection: an object set aside is removed."""
         self._check_open()
-        moment = self._index.moment()
-        found = self._objects.remove_if_equal(ids, seen.addresses, seen.lengths, seen.offsets)
-        self._index.forget(ids, found == Found.OK, counted=True, as_of=moment)
+        with self._naming:
+            found = self._objects.remove_if_equal(ids, seen.addresses, seen.lengths, seen.offsets)
+            self._index.forget(ids, found == Found.OK, counted=True, as_of=self._index.moment())
         return FOUND_OUTCOMES[found]
 
     def scan(self) -> Iterator[ScanBatch]:

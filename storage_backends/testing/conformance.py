@@ -327,7 +327,7 @@ class StorageConformance:
     def test_object_larger_than_the_room(self, backend: StorageBackend) -> None:
         self.needs(backend, lambda has: has.evicts, "evicts")
         kept, _ = self.put(backend, 2)
-        large = Buffers.make(1, (backend.usage().capacity_bytes // 4096 + 1) * 4096)
+        large = Buffers.make(1, (backend.usage().capacity_bytes // 4096 + 1) * 4096, seed=3)
         assert backend.put_from(make_ids(1, seed=3), large.segments()).tolist() == [Outcome.TOO_LARGE]
         assert backend.contains(kept).tolist() == [Outcome.OK] * 2
 

@@ -14,6 +14,7 @@ from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
 from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.encoded import EncodedLayer, ZstdCompressor
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.layers.stack import LayerOptions, in_layers
 from storage_backends.memory.backend import MemoryBackend
@@ -167,6 +168,34 @@ class TestVerifiedBufferedFiles(OnFiles, StorageConformance):
     def reopen(self, backend: StorageBackend) -> StorageBackend:
         backend.close()
         return ChecksumLayer(self.open(self.object_bytes), NAMESPACE)
+
+
+class TestEncodedMemory(OnMemory, StorageConformance):
+    """The suite's random pages do not become smaller; pages that do are in tests/unit/test_storage_encoded.py."""
+
+    def objects_of(self, backend: StorageBackend) -> MemoryBackend:
+        assert isinstance(backend, EncodedLayer)
+        return super().objects_of(backend.inner)
+
+    @pytest.fixture
+    def backend(self) -> Iterator[StorageBackend]:
+        backend = EncodedLayer(MemoryBackend(MemoryConfig(ROOM * self.object_bytes)), NAMESPACE, ZstdCompressor())
+        yield backend
+        backend.close()
+
+
+class TestEncodedDirectFiles(TestBufferedFiles):
+    direct = "on"
+
+    @pytest.fixture
+    def backend(self) -> Iterator[StorageBackend]:
+        backend = EncodedLayer(self.open(self.object_bytes), NAMESPACE, ZstdCompressor())
+        yield backend
+        backend.close()
+
+    def reopen(self, backend: StorageBackend) -> StorageBackend:
+        backend.close()
+        return EncodedLayer(self.open(self.object_bytes), NAMESPACE, ZstdCompressor())
 
 
 class TestVerifiedDirectFiles(TestVerifiedBufferedFiles):
