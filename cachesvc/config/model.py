@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from cachesvc.node.tiers import WriteMode
+from cachesvc.node.tiers import Codec, WriteMode
 from storage_backends.options import byte_size, hint
 from storage_backends.registry import known_backends
 
@@ -106,13 +106,24 @@ class AdminConfig(Section):
 
 
 class TierConfig(Section):
-    """One storage tier. Tiers are read in the order given, and each is written to."""
+    """One storage tier. Tiers are read in the order given; which are written to, each one says."""
 
     backend: str = Field(description="where pages rest: the name of a storage backend")
     name: str = Field("", description="how metrics call it; unset: the backend's name")
-    write_mode: WriteMode = Field(WriteMode.THROUGH, description="which pages it is given: all or none")
-    promote: bool = Field(True, description="pages read from a tier further down are written to this one too")
     optional: bool = Field(False, description="start although it does not answer; else that is an error")
+    write_mode: WriteMode = Field(
+        WriteMode.THROUGH, description="through: it gets every page that is stored; never: others fill it"
+    )
+    promote: bool = Field(True, description="whether pages found in a tier further down are written here too")
+    codec: Codec = Field(Codec.NONE, description="none, or zstd: pages are stored compressed, without loss")
+    capacity_bytes: Bytes | None = Field(
+        None,
+        description="hard limit for a backend that has none of its own; the least recently used pages leave",
+        examples=["200 GiB"],
+    )
+    ttl_s: float | None = Field(
+        None, gt=0, description="pages older than that are removed; unset: never", examples=[604800.0]
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="the backend's own options")
 
     @field_validator("backend")

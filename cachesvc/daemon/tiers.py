@@ -14,6 +14,8 @@ from cachesvc.config.model import ConfigError, TierConfig
 from cachesvc.node.tiers import Tier, TierOptions
 from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
 from storage_backends.errors import StorageConfigError, StorageError
+from storage_backends.layers.capacity import CapacityLayer
+from storage_backends.layers.expiry import ExpiryLayer
 from storage_backends.registry import open_backend
 
 ANSWER_S = 2.0
@@ -28,7 +30,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[Tier]:
     tiers: list[Tier] = []
     try:
         for index, config in enumerate(configs):
-            options = TierOptions(config.write_mode, config.promote)
+            options = TierOptions(config.write_mode, config.promote, config.codec)
             tiers.append(Tier(config.label, _open(index, config), options))
     except ConfigError:
         for tier in tiers:
@@ -52,7 +54,17 @@ def _open(index: int, config: TierConfig) -> StorageBackend:
         raise ConfigError(
             f"{place}: {trouble}; start what it needs, take the tier out, or set optional = true to start without it"
         )
-    return backend
+    try:
+        return _in_bounds(backend, config)
+    except ValueError as error:
+        _bounded(backend.close)
+        raise ConfigError(f"{place}: capacity_bytes: {error}") from error
+
+
+def _in_bounds(backend: StorageBackend, config: TierConfig) -> StorageBackend:
+    if config.capacity_bytes is not None:
+        backend = CapacityLayer(backend, config.capacity_bytes)
+    return backend if config.ttl_s is None else ExpiryLayer(backend, config.ttl_s)
 
 
 def _trouble(backend: StorageBackend) -> str:

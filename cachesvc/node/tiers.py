@@ -24,6 +24,7 @@ from cachesvc.outcomes import Direction, TierError
 from storage_backends.base import Capabilities, Guard, ObjectIds, Outcome, Outcomes, Segments, StorageBackend, outcomes
 from storage_backends.errors import StorageError
 from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.encoded import EncodedLayer, ZstdCompressor
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,24 @@ class WriteMode(StrEnum):
     NEVER = "never"  # none: others fill it
 
 
+class Codec(StrEnum):
+    """How a tier's pages are stored."""
+
+    NONE = "none"
+    ZSTD = "zstd"  # byte planes, compressed; without loss
+
+
 @dataclass(frozen=True)
 class TierOptions:
-    """What the chain does with a tier. `promote`: pages read from a tier further down are written to this one too."""
+    """What the chain does with a tier.
+
+    promote: pages read from a tier further down are written to this one too. codec: of what is written from now on;
+    with ZSTD, pages of either kind are read, with NONE those of ZSTD are left alone as unsupported.
+    """
 
     write_mode: WriteMode = WriteMode.THROUGH
     promote: bool = True
+    codec: Codec = Codec.NONE
 
     @property
     def takes_promotions(self) -> bool:
@@ -91,14 +104,20 @@ class _CountedTier:
         self._counters = counters
         self._clock = clock
         self._views: dict[bytes, StorageBackend] = {}
+        self._compressor = ZstdCompressor() if tier.options.codec is Codec.ZSTD else None
         self.progress = TierProgress(clock)
 
     def view(self, namespace: bytes) -> StorageBackend:
         """The backend with pages of `namespace` checked; made once per namespace."""
         view = self._views.get(namespace)
         if view is None:
-            view = self._views.setdefault(namespace, ChecksumLayer(self.backend, namespace))
+            view = self._views.setdefault(namespace, self._verified(namespace))
         return view
+
+    def _verified(self, namespace: bytes) -> StorageBackend:
+        if self._compressor is None:
+            return ChecksumLayer(self.backend, namespace)
+        return EncodedLayer(self.backend, namespace, self._compressor)
 
     def contains(self, ids: ObjectIds) -> Outcomes:
         return self._ask(Direction.PROBE, len(ids), lambda: self.backend.contains(ids))

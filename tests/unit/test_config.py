@@ -5,12 +5,20 @@ import json
 import re
 import tomllib
 
+import numpy as np
 import pytest
 
+from cachesvc.clock import SystemClock
 from cachesvc.config import model
 from cachesvc.config.model import Config, ConfigError, Section, TierConfig
 from cachesvc.config.sources import environment_names, load_config
 from cachesvc.config.text import HIDDEN, as_toml, effective, example
+from cachesvc.daemon.tiers import open_tiers
+from cachesvc.metrics import Registry
+from cachesvc.node.counters import NodeCounters
+from cachesvc.node.tiers import Codec, TierChain, WriteMode
+from storage_backends.base import Outcome, Segments
+from storage_backends.testing.objects import make_ids
 
 
 @pytest.fixture(autouse=True)
@@ -185,3 +193,32 @@ def test_secrets_are_not_shown():
     assert "abc" not in json.dumps(shown)
     assert "abc" not in as_toml(config)
     assert shown["url"] == f"redis://user:{HIDDEN}@host:1/0"
+
+
+def test_a_tier_says_what_it_is_given_and_how_it_keeps_it() -> None:
+    plain = load("--tier", '[{"backend": "memory"}]').tier[0]
+    assert (plain.write_mode, plain.promote, plain.codec) == (WriteMode.THROUGH, True, Codec.NONE)
+    assert (plain.capacity_bytes, plain.ttl_s) == (None, None)
+    given = {"write_mode": "never", "promote": False, "codec": "zstd", "capacity_bytes": "2 GiB", "ttl_s": 60}
+    tier = load("--tier", json.dumps([{"backend": "memory", **given}])).tier[0]
+    assert (tier.write_mode, tier.promote, tier.codec) == (WriteMode.NEVER, False, Codec.ZSTD)
+    assert (tier.capacity_bytes, tier.ttl_s) == (2 * 2**30, 60)
+
+
+def test_a_tier_with_a_capacity_of_its_own_gets_no_second_one() -> None:
+    tier = TierConfig(backend="memory", capacity_bytes=2**30)
+    with pytest.raises(ConfigError, match=r"tier\[0\] \(memory\): capacity_bytes: .*a capacity of its own"):
+        open_tiers([tier])
+
+
+def test_a_compressing_tier_writes_small_pages_that_come_back() -> None:
+    [tier] = open_tiers([TierConfig(backend="memory", codec=Codec.ZSTD, ttl_s=3600)])
+    chain = TierChain([tier], NodeCounters(Registry(), ["memory"]), SystemClock())
+    pages, target = np.zeros((2, 2**16), np.uint8), np.ones((2, 2**16), np.uint8)
+    ids = make_ids(2)
+    written = chain.write(bytes(32), ids, Segments.of_rows(pages), lambda which: np.ones(len(which), np.bool_))
+    assert written.tolist() == [Outcome.OK] * 2
+    assert chain.usage()["memory"] < 2**14
+    assert chain.read(bytes(32), ids, Segments.of_rows(target)).outcomes.tolist() == [Outcome.OK] * 2
+    assert np.array_equal(target, pages)
+    chain.close()
