@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from cachesvc.client.base import AttachRequest as AttachRequest
     from cachesvc.client.base import CacheClient as CacheClient
     from cachesvc.client.inprocess import InProcessClient as InProcessClient
+    from cachesvc.client.store import Store as Store
+    from cachesvc.client.store import connect_store as connect_store
+    from cachesvc.client.store import page_keys as page_keys
     from cachesvc.identity import Identity as Identity
     from cachesvc.node.node import Node as Node
     from cachesvc.node.parts import NodeOptions as NodeOptions
     from cachesvc.node.tiers import Tier as Tier
+    from storage_backends.outcome import Outcome as Outcome
 
 _HOMES = {
     "AttachRefused": "cachesvc.client.base",
@@ -27,7 +31,11 @@ _HOMES = {
     "InProcessClient": "cachesvc.client.inprocess",
     "Node": "cachesvc.node.node",
     "NodeOptions": "cachesvc.node.parts",
+    "Outcome": "storage_backends.outcome",
+    "Store": "cachesvc.client.store",
     "Tier": "cachesvc.node.tiers",
+    "connect_store": "cachesvc.client.store",
+    "page_keys": "cachesvc.client.store",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

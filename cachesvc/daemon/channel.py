@@ -22,6 +22,7 @@ from cachesvc.daemon.desk import ChannelCounters, ChannelOptions, Desk
 from cachesvc.daemon.engine_sessions import EngineOpener
 from cachesvc.daemon.handshake import Handshake, refuse_at_once
 from cachesvc.daemon.port import SessionOpener
+from cachesvc.daemon.store_sessions import StoreOpener
 from cachesvc.node.node import Node
 from cachesvc.outcomes import AttachResult
 from cachesvc.rpc import common_pb2
@@ -39,7 +40,7 @@ class ChannelDoor:
     """The channel of one node. All methods run on the loop's thread; one `start`, one `stop`.
 
     `path` None: nothing listens, and only sockets given to `adopt` are served. `openers` adds kinds of sessions to the
-    engines', by the name of what their hello wants.
+    engines' and the stores', by the name of what their hello wants.
     """
 
     def __init__(
@@ -69,7 +70,11 @@ class ChannelDoor:
             asyncio.get_running_loop(),
             options,
             self._counters,
-            {"attach": EngineOpener(self._node, limits), **self._openers},
+            {
+                "attach": EngineOpener(self._node, limits),
+                "open_store": StoreOpener(self._node, limits),
+                **self._openers,
+            },
             self._node.boot_id,
             ThreadPoolExecutor(options.attach_threads, "cachesvc-attach"),
             ThreadPoolExecutor(options.aside_threads, "cachesvc-aside"),

@@ -43,9 +43,14 @@ def backend():
 
 
 @pytest.fixture
-def node(backend):
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def node(backend, clock):
     options = NodeOptions(managed_bytes=64 * PAGE_BYTES, slice_pages=4)
-    with Node([Tier("memory", backend)], manual=True, clock=ManualClock(), options=options) as node:
+    with Node([Tier("memory", backend)], manual=True, clock=clock, options=options) as node:
         yield node
         run_all(node)
         check_conserved(node)
@@ -356,44 +361,86 @@ def test_deleted_pages_are_gone_from_memory_and_tiers(node, backend):
     assert user.delete(KEYS[:1]) == [MISS]
 
 
-def test_a_page_deleted_before_it_was_stored_is_not_stored_and_the_others_are(node, backend):
+def test_a_page_deleted_while_it_waits_for_storage_is_not_stored_and_the_others_are(node, backend, clock):
     user = StoreUser(node)
     user.put(KEYS[:4])
+    backend.before["put"] = lambda ids: outcomes(len(ids), Outcome.UNAVAILABLE)
+    run_all(node)
     assert user.delete(KEYS[1:2]) == [OK]
+    backend.before.clear()
+    clock.advance(0.3)
     run_all(node)
     assert stored(backend, KEYS[:4]) == [True, False, True, True]
 
 
-def test_a_page_deleted_while_it_is_being_stored_stays_deleted(node, backend):
-    user = StoreUser(node)
+class SlowBackend(ScriptedBackend):
+    """Lets something happen between a put's last look at its source and the moment when it is visible, and between a
+    get's bytes and its answer."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.inside_put = self.after_get = lambda: None
+
+    def put_from(self, ids, segments, guard=None):
+        def looked():
+            unchanged = guard()
+            self.inside_put()
+            return unchanged
+
+        return super().put_from(ids, segments, looked)
+
+    def get_into(self, ids, segments):
+        results = super().get_into(ids, segments)
+        self.after_get()
+        return results
+
+
+@pytest.fixture
+def slow():
+    return SlowBackend(memory_backend())
+
+
+@pytest.fixture
+def slow_node(slow, clock):
+    options = NodeOptions(managed_bytes=64 * PAGE_BYTES, slice_pages=4)
+    with Node([Tier("memory", slow)], manual=True, clock=clock, options=options) as node:
+        yield node
+        check_conserved(node)
+
+
+def test_a_page_deleted_while_it_is_being_stored_stays_deleted(slow_node, slow):
+    user = StoreUser(slow_node)
     user.put(KEYS[:2])
-    calls = []
+    calls, answers = [], []
 
-    def meanwhile(ids):
-        backend.before.clear()
+    def meanwhile():
+        slow.inside_put = lambda: None
         calls.append(user.ask("delete", KEYS[:2]))
-        assert node.run_one()  # parks behind the write
-        assert user.answer(calls[0]) is None
+        slow_node.run_one()  # parks behind the write
+        answers.append(user.answer(calls[0]))
 
-    backend.before["put"] = meanwhile
-    run_all(node)
+    slow.inside_put = meanwhile
+    run_all(slow_node)
+    assert answers == [None]
     assert user.answer(calls[0]).outcomes.tolist() == [OK] * 2
-    assert stored(backend, KEYS[:2]) == [False] * 2
+    assert stored(slow, KEYS[:2]) == [False] * 2
     assert user.get(KEYS[:2]) == [MISS] * 2
 
 
-def test_a_page_deleted_while_it_is_read_from_storage_does_not_come_back(node, backend):
-    user, other = StoreUser(node), StoreUser(node)
+def test_a_page_deleted_while_it_is_read_from_storage_does_not_come_back(slow_node, slow):
+    user, other = StoreUser(slow_node), StoreUser(slow_node)
     for first in range(0, 16, 4):
         user.put(KEYS[first : first + 4])
-        run_all(node)
+        run_all(slow_node)
+    answers = []
 
-    def meanwhile(ids):
-        backend.before.clear()
-        assert other.delete(KEYS[:1]) == [OK]
+    def meanwhile():
+        slow.after_get = lambda: None
+        answers.append(other.delete(KEYS[:1]))
 
-    backend.before["get"] = meanwhile
+    slow.after_get = meanwhile
     assert user.get(KEYS[:2]) == [MISS, OK]
+    assert answers == [[OK]]
     assert user.get(KEYS[:2]) == [MISS, OK]
 
 
@@ -658,19 +705,32 @@ def test_a_read_is_given_back_once_and_by_its_own_session(bare):
     assert user.session.slab.counts()["held"] == 0
 
 
-def test_a_key_that_another_tenant_writes_into_its_directory_fools_nobody(bare):
-    """The owner of a slab can write any key into any record, between the check of a commit and the index's look."""
-    victim, rogue = StoreUser(bare), StoreUser(bare, tenant="rogue")
-    reserved = rogue.reserve(KEYS[:1])
-    rogue.write(KEYS[:1], reserved.frames)
-    stolen = store_keys(TENANT, NAMESPACE, PAGE_BYTES, KEYS[:1])
+def plant(node, rogue, key):
+    """What the owner of a slab can do between the check of a commit and the index's look: any key in any record."""
+    reserved = rogue.reserve(some_keys(1, seed=9))
+    rogue.write(some_keys(1, seed=9), reserved.frames)
     rogue.commit(reserved)
+    stolen = store_keys(TENANT, NAMESPACE, PAGE_BYTES, key)
     rogue.region.begin_write(reserved.frames)
     rogue.region.write_records(reserved.frames, stolen, positions(1))
     rogue.region.commit(reserved.frames)
-    bare._parts.pages.publish(rogue.session.slab.slot, reserved.frames)
+    assert node._parts.pages.publish(rogue.session.slab.slot, reserved.frames) == 1
+
+
+def test_a_page_planted_under_another_tenants_key_is_not_found(bare):
+    victim = StoreUser(bare)
+    plant(bare, StoreUser(bare, tenant="rogue"), KEYS[:1])
     assert victim.contains(KEYS[:1]) == [MISS]
     assert victim.get(KEYS[:1]) == [MISS]
+
+
+def test_a_page_planted_under_another_tenants_key_is_not_taken_for_the_one_in_storage(node):
+    victim = StoreUser(node)
+    for first in range(0, 16, 4):
+        victim.put(KEYS[first : first + 4])
+        run_all(node)
+    plant(node, StoreUser(node, tenant="rogue"), KEYS[:1])
+    assert victim.get(KEYS[:1]) == [OK]  # and its bytes are checked
 
 
 def test_a_client_that_scribbles_in_its_directory_harms_only_itself(bare):

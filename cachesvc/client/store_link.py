@@ -1,0 +1,111 @@
+"""One connection of a store client to a node: its slab mapped, and calls that end by a deadline. For one thread.
+
+NodeAway (ConnectionError)     nobody answers at the address, or not in time
+AttachRefused                  the node is there and does not serve this client
+LinkBroken (ConnectionError)   the connection has ended
+NodeSilent (TimeoutError)      no answer by the deadline; nothing is known about the call, so the link is of no use
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+from cachekernels.region import Region, RegionInvalid, Side
+
+from cachesvc.client.base import NodeAway
+from cachesvc.client.greeting import Greeted, greet, new_hello
+from cachesvc.client.link import Link, LinkBroken
+from cachesvc.node.store_sessions import StoreRequest
+from cachesvc.rpc import codec, managed_pb2, store_codec
+from cachesvc.rpc.codec import BadMessage
+from cachesvc.rpc.framing import to_frame
+
+LEAVE_TIMEOUT_S = 1.0
+
+
+class NodeSilent(TimeoutError):
+    """The node is connected and owes an answer."""
+
+
+class StoreLink:
+    """Owns the connection and the mapping of the slab."""
+
+    def __init__(self, greeted: Greeted, request: StoreRequest) -> None:
+        welcome = greeted.welcome
+        self.session_id = welcome.session_id
+        self.boot_id = welcome.boot_id
+        self.max_pages = max(1, welcome.store.max_pages)
+        self.max_keys = max(1, welcome.store.max_keys)
+        self.region = _slab(greeted, request)
+        max_bytes = welcome.limits.max_message_bytes
+        self._link = Link(greeted.sock, max_bytes, 2 * max_bytes)
+        self._call = 0
+
+    def ask(self, message: managed_pb2.ToStore, deadline_s: float) -> managed_pb2.FromStore:
+        """Sends a call and waits for its answer; numbers the message. LinkBroken, NodeSilent; BadMessage: the answer
+        is none."""
+        self.tell(message)
+        while True:
+            for data in self._link.receive():
+                answer = managed_pb2.FromStore()
+                codec.parse(answer, data)
+                if answer.call == message.call:
+                    return answer
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise NodeSilent("the node did not answer in time")
+            self._link.flush()
+            self._link.wait(remaining_s)
+
+    def tell(self, message: managed_pb2.ToStore) -> None:
+        """Sends a call, numbered, and waits for nothing. LinkBroken."""
+        self._call += 1
+        message.call = self._call
+        if not self._link.post(to_frame(message)):
+            raise LinkBroken("the node does not read")
+
+    def leave(self) -> None:
+        """Ends the session in good order: nothing of the slab is used any more."""
+        with contextlib.suppress(LinkBroken, NodeSilent, BadMessage):
+            self.ask(managed_pb2.ToStore(leave=managed_pb2.Leave()), time.monotonic() + LEAVE_TIMEOUT_S)
+        self.close()
+
+    def close(self) -> None:
+        """Drops the connection and unmaps the slab. Idempotent."""
+        self._link.close()
+        self.region.close()
+
+
+def open_link(path: Path, request: StoreRequest, boot_id: bytes, timeout_s: float) -> StoreLink:
+    """Connects and opens a session. `boot_id`: of the node that gave `request.previous`. NodeAway; AttachRefused."""
+    deadline_s = time.monotonic() + timeout_s
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(str(path))
+    except OSError as error:
+        sock.close()
+        raise NodeAway(f"nobody answers at {path}: {error}") from error
+    hello = new_hello()
+    hello.open_store.CopyFrom(store_codec.open_message(request, boot_id))
+    greeted = greet(sock, hello, (), max(0.0, deadline_s - time.monotonic()))
+    try:
+        return StoreLink(greeted, request)
+    except (RegionInvalid, OSError) as error:
+        greeted.close()
+        raise NodeAway(f"the node's slab cannot be mapped: {error}") from error
+    finally:
+        greeted.close_fds()
+
+
+def _slab(greeted: Greeted, request: StoreRequest) -> Region:
+    if len(greeted.fds) != 2:
+        raise RegionInvalid(f"{len(greeted.fds)} descriptors came with the Welcome; a region has 2")
+    region = Region.open(*greeted.fds)
+    if region.frame_bytes != request.page_bytes:
+        raise RegionInvalid(f"frames of {region.frame_bytes} bytes, pages of {request.page_bytes}")
+    region.hold(Side.ENGINE)
+    return region
