@@ -106,6 +106,7 @@ class ChannelClient(CacheClient):
         self._ledger = Ledger(0)
         self._unpublished = np.zeros(0, np.bool_)  # frames whose publication could not be sent yet
         self._has_unpublished = False
+        self._uncancelled: set[int] = set()  # ops whose cancelling could not be sent yet
         self._welcome = channel_pb2.Welcome()  # of the newest session
         self._link: Link | None = None
         self._talk: Conversation | None = None
@@ -164,7 +165,7 @@ class ChannelClient(CacheClient):
         answer = self._call(channel_pb2.ToNode(lookup=asked), self._options.call_timeout_s, op)
         if answer is None:
             self._ledger.unwanted(op)
-            self._post(channel_pb2.ToNode(cancel=channel_pb2.Cancel(op=op)))
+            self.cancel(op)
             return Lookup(0)
         return Lookup(answer.lookup.num_pages, op if answer.lookup.is_pending else None)
 
@@ -183,7 +184,9 @@ class ChannelClient(CacheClient):
 
     def cancel(self, op: int) -> None:
         self._enter()
-        self._post(channel_pb2.ToNode(cancel=channel_pb2.Cancel(op=op)))
+        is_running = self._talk is not None and self._ledger.is_running(op)  # else it is over with the connection
+        if is_running and not self._post(channel_pb2.ToNode(cancel=channel_pb2.Cancel(op=op))):
+            self._uncancelled.add(op)
 
     def backup(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         self._enter()
@@ -201,8 +204,8 @@ class ChannelClient(CacheClient):
     def poll(self) -> list[Event]:
         self._enter()
         self._listen()
-        if self._has_unpublished:
-            self._publish_rest()
+        if self._has_unpublished or self._uncancelled:
+            self._send_rest()
         self._watch.lower_flag()
         return self._ledger.poll()
 
@@ -305,7 +308,7 @@ class ChannelClient(CacheClient):
                 logger.info("session %d with a node again", self._welcome.session_id)
                 self._unpublished |= news.readable
                 self._has_unpublished = True
-                self._publish_rest()
+                self._send_rest()
         if self._ledger.has_events:
             self._watch.raise_flag()
 
@@ -377,7 +380,11 @@ class ChannelClient(CacheClient):
             for chunk in (frames[first : first + PUBLISH_FRAMES] for first in range(0, len(frames), PUBLISH_FRAMES))
         )
 
-    def _publish_rest(self) -> None:
+    def _send_rest(self) -> None:
+        """What could not be sent when it was said, because there was no connection or no room."""
+        for op in list(self._uncancelled):
+            self._uncancelled.discard(op)
+            self.cancel(op)
         frames = np.flatnonzero(self._unpublished).astype(np.int32)
         if self._publish(frames):
             self._unpublished[:] = self._has_unpublished = False

@@ -63,6 +63,10 @@ class Ledger:
         """Ops that have not ended."""
         return len(self._entries)
 
+    def is_running(self, op: int) -> bool:
+        """The op has not ended."""
+        return op in self._entries
+
     @property
     def has_reads(self) -> bool:
         """The node may write some frame."""

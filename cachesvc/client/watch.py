@@ -58,3 +58,6 @@ class Watch:
         if flag >= 0:
             self._epoll.close()
             os.close(flag)
+
+    def __del__(self) -> None:
+        self.close()  # of a client that never attached
