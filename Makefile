@@ -14,11 +14,12 @@ PROTOC ?= build/protoc/bin/python
 NATIVE := CMakeLists.txt kernels/CMakeLists.txt $(wildcard kernels/host/*) $(wildcard kernels/third_party/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build check format test bench demo proto clean
+.PHONY: help setup build check format test soak bench demo proto clean
 
 help:
 	@echo "make demo     a real model serves agent sessions that do not fit the device pool: without tiers, with, after a restart"
 	@echo "make test     all tests        (ARGS='-k tree', MARK='not system')"
+	@echo "make soak     a node and its engines killed and stopped a thousand times (ARGS='--rounds 5000 --seed 7')"
 	@echo "make bench    all figures      (ONLY='radix.*', JSON=out.json, ROUNDS=7)"
 	@echo "make check    ruff, mypy, import-linter, generated code"
 	@echo "make setup    the environment in $(VENV); make build: the native core after a change; make proto: cachesvc/rpc"
@@ -64,6 +65,9 @@ format: $(VENV)/.built
 
 test: $(VENV)/.built
 	$(PY) -m pytest $(if $(MARK),-m '$(MARK)') $(ARGS)
+
+soak: $(VENV)/.built
+	$(PY) -m tests.soak --rounds 1000 $(ARGS)
 
 bench: $(VENV)/.built
 	$(PY) -m bench 'ONLY=$(ONLY)' 'JSON=$(JSON)' 'ROUNDS=$(ROUNDS)'
