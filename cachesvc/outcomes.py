@@ -94,6 +94,7 @@ class Conserved(StrEnum):
     WAITING = "waiting"  # pages that count as waiting to be stored
     FLIGHTS = "flights"  # transfers that nobody makes
     INDEX = "index"  # the index disagrees with itself
+    SLABS = "slabs"  # slabs of node-managed memory whose account does not add up
 
 
 class RegionSource(StrEnum):

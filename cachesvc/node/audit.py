@@ -13,6 +13,7 @@ import numpy as np
 from cachekernels.region import FrameCounts, Region, RegionClosed
 
 from cachesvc.node.attach import Roster
+from cachesvc.node.managed import ManagedMemory
 from cachesvc.node.parts import Parts
 from cachesvc.outcomes import Conserved
 
@@ -24,9 +25,10 @@ NO_FRAMES = FrameCounts(0, 0, 0)
 class Audit:
     """The last check's findings. One thread at a time calls `run`."""
 
-    def __init__(self, parts: Parts, roster: Roster) -> None:
+    def __init__(self, parts: Parts, roster: Roster, managed: ManagedMemory) -> None:
         self._parts = parts
         self._roster = roster
+        self._managed = managed
         self._broken = dict.fromkeys(Conserved, 0)
         self._frames = NO_FRAMES
         self._next_deep_s = parts.clock.now() + parts.options.deep_audit_s
@@ -52,6 +54,7 @@ class Audit:
         if now_s >= self._next_deep_s:
             self._next_deep_s = now_s + parts.options.deep_audit_s
             self._broken[Conserved.INDEX] = self._index_faults()
+            self._broken[Conserved.SLABS] = self._managed.num_broken()
             self._frames = count_all(regions)
         for rule, count in self._broken.items():
             if count:

@@ -8,6 +8,7 @@ about pages is in `Slab`, everything about one client in `StoreSession`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,8 @@ from cachesvc.node.sessions import NO_PEER
 from cachesvc.node.slabs import Slab
 from cachesvc.node.store_sessions import StoreRequest, StoreSession
 from cachesvc.outcomes import AttachResult, OpEnd
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 FRAME_STATES = (*(state.name.lower() for state in FrameState), "lent", "held")
@@ -90,6 +93,18 @@ class ManagedMemory:
                 for state, count in slab.counts().items():
                     totals[state] += count
         return totals
+
+    def num_broken(self) -> int:
+        """Slabs whose account does not add up. All of them are looked at: for idle moments."""
+        num_broken = 0
+        for slab in self.slabs():
+            try:
+                with self._parts.state:
+                    slab.check()
+            except AssertionError:
+                logger.exception("the slab of tenant %s is broken", slab.tenant)
+                num_broken += 1
+        return num_broken
 
     def used_bytes(self) -> float:
         """Memory of all slabs."""

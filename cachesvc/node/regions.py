@@ -3,9 +3,6 @@
 DESIGN. The index is a cache of directories; nothing it says is taken as true. Every copy goes by the reader's rules
 (the generation seen before and after, the key in the record), so a stale entry, or a region that closes meanwhile, is
 a miss.
-
-A record says what its writer says. Where writers do not trust each other (slabs of node-managed memory, one tenant
-each), the region is *private*: its places count for its own session only, whatever keys they show.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ Bools = NDArray[np.bool_]
 Keys = NDArray[np.uint8]
 
 NO_SLOT = -1
-MAX_SLOTS = 1 << 15  # slots are int16
 
 
 class SharedPages:
@@ -36,14 +32,12 @@ class SharedPages:
         self._lock = threading.Lock()
         self._index = index
         self._regions: dict[int, Region] = {}
-        self._is_private = np.zeros(MAX_SLOTS, np.bool_)
 
-    def add(self, region: Region, *, private: bool = False) -> int:
-        """Makes the region's pages findable as they are published, by nobody else if `private`. Returns its slot."""
+    def add(self, region: Region) -> int:
+        """Makes the region's pages findable as they are published. Returns its slot."""
         slot = self._index.add_region(region)
         with self._lock:
             self._regions[slot] = region
-            self._is_private[slot] = private
         return slot
 
     def remove(self, slot: int) -> None:
@@ -57,17 +51,14 @@ class SharedPages:
         return self._index.publish(slot, frames)
 
     def held(self, keys: Keys, *, exclude_slot: int = NO_SLOT) -> Bools:
-        """bool[n]: which pages are in frames of regions that are not private, not counting those of `exclude_slot`."""
-        slots = self._index.lookup(keys, exclude_slot=exclude_slot).slots
-        held: Bools = (slots >= 0) & ~self._is_private[slots]
-        return held
+        """bool[n]: which pages are in frames, not counting those of `exclude_slot`."""
+        return self._index.lookup(keys, exclude_slot=exclude_slot).slots >= 0
 
     def find(self, slot: int, keys: Keys) -> tuple[I32, U64]:
-        """Where each of `keys` [n] is in the region of `slot`: frames [n], -1 where it is not, and their
-        generations."""
+        """Where each of `keys` [n] is in the region of `slot`: frames [n], -1 where the first place is not in it, and
+        their generations."""
         found = self._index.lookup(keys)
-        frames = np.where(found.slots == slot, found.frames, np.int32(-1))
-        return frames, found.generations
+        return np.where(found.slots == slot, found.frames, np.int32(-1)), found.generations
 
     def copy(self, keys: Keys, depths: U32, region: Region, frames: I32, *, only_leading: bool) -> Bools:
         """Copies what the index knows of `keys` [n] into `frames` of `region`. Returns bool[n]: the frame holds the
@@ -85,8 +76,7 @@ class SharedPages:
             which = np.flatnonzero(hits & (found.slots == slot))
             with self._lock:
                 source = self._regions.get(int(slot))
-                is_hidden = self._is_private[slot] and source is not region
-            if source is not None and not is_hidden:
+            if source is not None:
                 copied[which] = copy_run(
                     source,
                     found.frames[which],

@@ -51,14 +51,13 @@ class FrameSession:
         region: Region,
         namespace: bytes,
         *,
-        private: bool = False,
         slot: int | None = None,
     ) -> None:
         self.session_id = session_id
         self.namespace = namespace
         self.parts = parts
         self.region = region
-        self.slot = parts.pages.add(region, private=private) if slot is None else slot
+        self.slot = parts.pages.add(region) if slot is None else slot
         self.events: EventQueue[Event] = EventQueue()
         self.slice_pages = parts.options.pages_per_slice(region.frame_bytes)
         self.is_lent = np.zeros(region.num_frames, np.bool_)

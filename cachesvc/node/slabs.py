@@ -2,8 +2,8 @@
 
 DESIGN. To its ops a slab is a session like an engine's: reads from tiers, the lane that stores, flights and counters
 are the same. What an engine does for its own region, the slab does here: it grants frames (`FrameTable`), knows what
-may be evicted, and files pages in the index. Keys are found through the node's index, where the slab's places are
-private: the tenant's clients can write any key into their directory, and only they would be fooled by it.
+may be evicted, and files pages in an index of its own. Not in the node's: the clients of a tenant can write any key
+into their directory, and nobody else may be fooled by it, or find a page hidden behind it.
 
 Between the grant of a frame and its first byte its generation turns odd here, so that an evicted page cannot be found
 while its frame is rewritten, whoever writes it.
@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from cachekernels.index import PageIndex
 from cachekernels.region import MemoryFault, Region, Side, WriterConflict
 from numpy.typing import NDArray
 
@@ -26,6 +28,7 @@ from cachesvc.node.frame_table import FrameTable
 from cachesvc.node.hand_over import has_exited
 from cachesvc.node.ops import Op
 from cachesvc.node.parts import Parts
+from cachesvc.node.regions import SharedPages
 from cachesvc.node.sessions import NO_PEER, FrameSession
 from cachesvc.outcomes import OpEnd
 
@@ -65,7 +68,7 @@ class Slab(FrameSession):
     def __init__(self, session_id: int, parts: Parts, region: Region, tenant: str) -> None:
         # Object headers carry the tenant: they are checked when a page is read back, by whoever.
         header = hashlib.sha256(b"cs1/slab" + encode_value((tenant, region.frame_bytes))).digest()
-        super().__init__(session_id, parts, region, header, private=True)
+        super().__init__(session_id, replace(parts, pages=SharedPages(PageIndex())), region, header)
         self.events.close()  # its ops tell the requests that wait for them
         self.tenant = tenant
         self.table = FrameTable(region.num_frames)
@@ -158,6 +161,11 @@ class Slab(FrameSession):
         lent = int(np.count_nonzero(self.is_lent))
         counts = self.table.counts()
         return {**counts, "writing": counts["writing"] - lent, "lent": lent}
+
+    def check(self) -> None:
+        """AssertionError: the account of the frames, or the index, disagrees with itself."""
+        self.table.check()
+        self.parts.pages.check()
 
     def _hide(self, frames: I32) -> None:
         self._begin(frames)

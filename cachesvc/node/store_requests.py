@@ -242,7 +242,7 @@ class Read(Lookup):
         frames, generations = self.session.slab.find(self.keys[rows])
         is_there = frames >= 0
         self.frames[rows], self.generations[rows] = frames, generations
-        self.outcomes[rows[is_there]] = Outcome.OK
+        self.outcomes[rows] = np.where(is_there, Outcome.OK, Outcome.MISS)
         self.session.slab.table.hold(frames[is_there])
 
     def _end(self) -> None:

@@ -95,6 +95,7 @@ class StoreUser:
     def find(self, keys):
         answer = self.answered(self.ask("get", keys, positions(len(keys))))
         assert isinstance(answer, Found)
+        assert len(answer.frames) == np.count_nonzero(answer.outcomes == Outcome.OK)
         return answer
 
     def read(self, found):
@@ -127,7 +128,7 @@ class StoreUser:
 def check_conserved(node):
     """Every frame of every slab is one thing, and the account agrees with what is lent and asked for."""
     for slab in node.managed.slabs():
-        slab.table.check()
+        slab.check()
         counts = slab.counts()
         states = ("free", "writing", "lent", "cached", "doomed", "quarantined")
         assert sum(counts[state] for state in states) == slab.region.num_frames
