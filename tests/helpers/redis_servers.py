@@ -133,9 +133,9 @@ def valkey(*flags: str) -> Server:
 
 
 @contextmanager
-def cluster() -> Iterator[list[Server]]:
-    """Three primaries that know each other and have all slots."""
-    flags = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000"]
+def cluster(*flags: str) -> Iterator[list[Server]]:
+    """Three primaries that know each other and have all slots, a third each in order."""
+    flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *flags)
     with ExitStack() as stack:
         members = [stack.enter_context(valkey(*flags)) for _ in range(3)]
         bounds = [NUM_SLOTS * i // len(members) for i in range(len(members) + 1)]
