@@ -491,6 +491,16 @@ class TestCluster:
         backend.delete(ids)
         move(slot, new, old, own_cluster)
 
+    def test_another_takes_the_place_of_one_that_died(self) -> None:
+        """As after a failover: nobody says MOVED, because who had the slots is gone."""
+        old, new = ScriptedRedis(), ScriptedRedis()
+        old.script.append(says(old.all_slots))
+        new.script.append(says(new.all_slots))
+        with closing(new), closing(opened(url=f"{old.url},{new.url}", cluster=True)) as backend:
+            assert backend.contains(make_ids(2)).tolist() == [Outcome.MISS] * 2
+            old.close()
+            until(lambda: contains_or_fails(backend, make_ids(2)) == [Outcome.MISS] * 2)
+
     def test_opened_as_a_single_server(self, own_cluster: list[Server]) -> None:
         with (
             closing(opened(url=own_cluster[0].tcp_url)) as backend,

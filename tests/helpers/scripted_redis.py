@@ -37,6 +37,12 @@ class ScriptedRedis:
         host, port = self._listener.getsockname()
         return f"redis://{host}:{port}"
 
+    @property
+    def all_slots(self) -> bytes:
+        """The reply to CLUSTER SLOTS of a cluster of this one."""
+        host, port = self._listener.getsockname()
+        return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$%d\r\n%s\r\n:%d\r\n" % (len(host), host.encode(), port)
+
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
