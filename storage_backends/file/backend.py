@@ -56,7 +56,11 @@ class FileBackend(StorageBackend):
         self._is_closed = False
         self._problem = ""
         self._looked_ns = clock_ns()
-        self._current = ObjectDirectory(config, clock_ns=clock_ns)
+        self._current = self._open_directory()
+
+    def _open_directory(self) -> ObjectDirectory:
+        """The directory that is at the path now, made if missing."""
+        return ObjectDirectory(self._config, clock_ns=self._clock_ns)
 
     @property
     def is_direct(self) -> bool:
@@ -139,7 +143,7 @@ class FileBackend(StorageBackend):
             if not seen.is_lost():
                 return False
             try:
-                self._current = ObjectDirectory(self._config, clock_ns=self._clock_ns)
+                self._current = self._open_directory()
             except (OSError, StorageConfigError) as error:
                 if str(error) != self._problem:  # once per kind of trouble, and not with every put
                     self._problem = str(error)

@@ -112,7 +112,7 @@ class ObjectDirectory(StorageBackend):
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
         with self._calls.call():
             moment = self._index.objects.moment()
-            errors = self._files.read(ids, segments.addresses, segments.lengths, segments.offsets)
+            errors = self._read_files(ids, segments)
             hits = errors == 0
             self._index.objects.touch(ids, hits)
             self._index.adopt(ids, segments.object_lengths(), hits)
@@ -146,8 +146,7 @@ class ObjectDirectory(StorageBackend):
         wanted = result == Outcome.OK
         if not wanted.any():
             return np.zeros(len(ids), dtype=np.uint64)
-        arguments = (segments.addresses, segments.lengths, segments.offsets)
-        numbers, errors = self._files.write(ids, *arguments, wanted, self._clock_ns())
+        numbers, errors = self._write_files(ids, segments, wanted, self._clock_ns())
         written = errors == 0
         result[wanted & ~written] = _put_outcomes(errors)[wanted & ~written]
         kept = np.zeros(len(ids), dtype=np.bool_)
@@ -159,6 +158,16 @@ class ObjectDirectory(StorageBackend):
                 self._files.discard(ids, numbers, written & ~kept)
         result[written & ~kept] = Outcome.CHANGED
         return numbers
+
+    def _read_files(self, ids: ObjectIds, segments: Segments) -> NDArray[np.int32]:
+        """As `FileIo.read`."""
+        return self._files.read(ids, segments.addresses, segments.lengths, segments.offsets)
+
+    def _write_files(
+        self, ids: ObjectIds, segments: Segments, which: NDArray[np.bool_], modified_ns: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+        """As `FileIo.write`."""
+        return self._files.write(ids, segments.addresses, segments.lengths, segments.offsets, which, modified_ns)
 
     def _publish(self, ids: ObjectIds, numbers: NDArray[np.uint64], result: Outcomes) -> None:
         """Name the temporary files of results that are OK; what fails changes its result."""

@@ -11,6 +11,7 @@ import pytest
 from storage_backends.file.config import FileConfig
 from storage_backends.fsspec.config import FsspecConfig
 from storage_backends.memory.config import MemoryConfig
+from storage_backends.nixl.config import NixlConfig
 from storage_backends.redis import config as redis_config
 from storage_backends.s3.config import S3Config
 from tests.helpers.redis_servers import Server
@@ -21,6 +22,7 @@ OPTIONS = {
     "file": [*FileConfig.__dataclass_fields__],
     "fsspec": [*FsspecConfig.__dataclass_fields__],
     "memory": [*MemoryConfig.__dataclass_fields__],
+    "nixl": [*NixlConfig.__dataclass_fields__],
     "redis": [*redis_config.OPTIONS],
     "s3": [*S3Config.__dataclass_fields__],
 }
@@ -58,3 +60,11 @@ def test_redis_example(valkey_server: Server) -> None:
 def test_fsspec_example(tmp_path: Path) -> None:
     run_example("fsspec", lambda code: code.replace("/srv/pages", str(tmp_path)))
     assert len(list(tmp_path.glob("00/*.page"))) == 1
+
+
+def test_nixl_example(tmp_path: Path) -> None:
+    def change(code: str) -> str:
+        return code.replace("/var/cache/cachesvc", str(tmp_path)).replace("200 GiB", "1 MiB") + "\nbackend.close()"
+
+    run_example("nixl", change)
+    assert (tmp_path / "writers").is_dir()

@@ -1,0 +1,224 @@
+"""The NIXL backend: what NIXL moves and what it leaves, memory that is registered, plug-ins that do not load."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage_backends.base import Outcome, Segments
+from storage_backends.errors import StorageConfigError
+from storage_backends.file.backend import open_backend as file_backend
+from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.names import names_of
+from storage_backends.nixl.agent import KEPT_RANGES, Agent, TransferFailed
+from storage_backends.nixl.backend import NixlBackend, open_backend
+from storage_backends.nixl.config import NixlConfig
+from storage_backends.nixl.directory import GROUP
+from storage_backends.testing.objects import Buffers, make_ids
+from tests.helpers.resources import growth, resources
+
+SIZE = 8192
+
+
+@contextmanager
+def opened(root: Path, **options: object) -> Iterator[NixlBackend]:
+    backend = open_backend({"path": root, "capacity_bytes": "64 MiB", "threads": 1, **options})
+    try:
+        assert backend.wait_ready(30)
+        yield backend
+    finally:
+        backend.close()
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[NixlBackend]:
+    with opened(tmp_path / "pages") as backend:
+        yield backend
+
+
+def native_files(backend: NixlBackend) -> int:
+    return backend.tallies()["nixl_native_files"]
+
+
+class TestWhoMovesWhat:
+    @pytest.mark.parametrize("engine", ["auto", "aio", "posix_aio"])
+    @pytest.mark.parametrize("direct", ["off", "on"])
+    def test_nixl_moves_whole_batches(self, tmp_path: Path, engine: str, direct: str) -> None:
+        count = 2 * GROUP + 3
+        ids, pages, target = make_ids(count), Buffers.make(count, SIZE, seed=1), Buffers.make(count, SIZE)
+        with opened(tmp_path / "pages", engine=engine, direct=direct) as backend:
+            assert (backend.put_from(ids, pages.segments(cuts=[4096])) == Outcome.OK).all()
+            assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
+            assert np.array_equal(target.rows, pages.rows)
+            assert native_files(backend) == 0
+
+    def test_what_is_not_as_asked_is_told_natively(self, backend: NixlBackend, tmp_path: Path) -> None:
+        ids, pages = make_ids(4), Buffers.make(4, SIZE, seed=1)
+        backend.put_from(ids, pages.segments())
+        paths = [tmp_path / "pages" / name[:2] / f"{name}.page" for name in names_of(ids)]
+        paths[1].unlink()
+        paths[2].write_bytes(paths[2].read_bytes()[:4096])
+        target = Buffers.make(4, SIZE)
+        expected = [Outcome.OK, Outcome.MISS, Outcome.CORRUPT, Outcome.OK]
+        assert backend.get_into(ids, target.segments()).tolist() == expected
+        assert np.array_equal(target.rows[[0, 3]], pages.rows[[0, 3]])
+        assert np.array_equal(target.rows[2, :4096], pages.rows[2, :4096])
+        assert native_files(backend) == 2
+
+    def test_memory_not_aligned_for_direct_io(self, tmp_path: Path) -> None:
+        ids, pages, target = make_ids(2), Buffers.make(2, SIZE, seed=1, shift=1), Buffers.make(2, SIZE, shift=3)
+        with opened(tmp_path / "pages", direct="on") as backend:
+            assert (backend.put_from(ids, pages.segments()) == Outcome.OK).all()
+            assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
+            assert np.array_equal(target.rows, pages.rows)
+            assert native_files(backend) == 4
+
+    def test_a_failed_transfer_is_done_natively(
+        self, backend: NixlBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(files: object, segments: object) -> None:
+            raise TransferFailed("on purpose")
+
+        monkeypatch.setattr(backend.agent, "write", fail)
+        monkeypatch.setattr(backend.agent, "read", fail)
+        ids, pages, target = make_ids(3), Buffers.make(3, SIZE, seed=1), Buffers.make(3, SIZE)
+        assert (backend.put_from(ids, pages.segments()) == Outcome.OK).all()
+        assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
+        assert np.array_equal(target.rows, pages.rows)
+        assert native_files(backend) == 6
+        assert list((tmp_path / "pages").glob("??/*.tmp")) == []
+
+    @pytest.mark.system
+    def test_full_disk(self, tmp_path: Path) -> None:
+        """Needs root, for mount."""
+        small = tmp_path / "small"
+        small.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=True)
+        try:
+            with opened(small) as backend:
+                (small / "ballast").write_bytes(bytes(40 * 1024))
+                ids, pages = make_ids(4), Buffers.make(4, SIZE, seed=1)
+                result = backend.put_from(ids, pages.segments())
+                assert Outcome.NO_SPACE in result.tolist()
+                assert set(result.tolist()) <= {Outcome.OK, Outcome.NO_SPACE}
+                assert list(small.glob("??/*.tmp")) == []
+                assert (backend.contains(ids) == np.where(result == Outcome.OK, Outcome.OK, Outcome.MISS)).all()
+                (small / "ballast").unlink()
+                assert (backend.put_from(ids, pages.segments()) <= Outcome.EXISTS).all()
+        finally:
+            subprocess.run(["umount", str(small)], check=True)
+
+    def test_the_file_backend_reads_it_and_the_other_way_round(self, tmp_path: Path) -> None:
+        ids, pages, target = make_ids(4), Buffers.make(4, SIZE, seed=1), Buffers.make(4, SIZE)
+        first, second = slice(0, 2), slice(2, 4)
+        namespace = bytes(32)
+        with opened(tmp_path) as backend:
+            ChecksumLayer(backend, namespace).put_from(ids[first].copy(), pages.take(first).segments())
+        with closing(file_backend({"path": tmp_path, "capacity_bytes": "1 MiB"})) as files:
+            assert files.wait_ready(30)
+            layer = ChecksumLayer(files, namespace)
+            layer.put_from(ids[second].copy(), pages.take(second).segments())
+            assert (layer.get_into(ids, target.segments()) == Outcome.OK).all()
+        with opened(tmp_path) as backend:
+            assert (ChecksumLayer(backend, namespace).get_into(ids, target.segments()) == Outcome.OK).all()
+        assert np.array_equal(target.rows, pages.rows)
+
+    def test_temporaries_of_a_dead_writer_go(self, tmp_path: Path) -> None:
+        name = names_of(make_ids(1))[0]
+        left = tmp_path / name[:2] / f"{name}.0123abcd.{2**62}.tmp"
+        left.parent.mkdir()
+        left.write_bytes(b"half")
+        with opened(tmp_path):
+            assert not left.exists()
+
+
+class TestMemory:
+    def test_large_memory_is_registered_once(self, backend: NixlBackend) -> None:
+        frames = np.zeros((256, SIZE), dtype=np.uint8)
+        for round_number in range(8):
+            part = Segments.of_rows(frames[round_number * 32 : round_number * 32 + 32])
+            backend.put_from(make_ids(32, round_number), part)
+            backend.get_into(make_ids(32, round_number), part)
+        assert backend.tallies()["nixl_registrations"] == 1
+
+    def test_small_memory_for_one_transfer(self, backend: NixlBackend) -> None:
+        ids, pages = make_ids(2), Buffers.make(2, SIZE, seed=1)
+        backend.put_from(ids, pages.segments())
+        backend.get_into(ids, pages.segments())
+        assert backend.tallies()["nixl_registrations"] == 2
+        assert backend.agent._ranges == {}
+
+    def test_parts_of_one_owner_each(self, backend: NixlBackend) -> None:
+        """As the checksum layer hands memory on: headers of its own, payloads in frames."""
+        frames = np.random.default_rng(1).integers(0, 256, (256, SIZE), dtype=np.uint8)
+        target, layer = np.zeros_like(frames), ChecksumLayer(backend, bytes(32))
+        ids = make_ids(256)
+        assert (layer.put_from(ids, Segments.of_rows(frames)) == Outcome.OK).all()
+        assert (layer.get_into(ids, Segments.of_rows(target)) == Outcome.OK).all()
+        assert np.array_equal(target, frames)
+        assert native_files(backend) == 0
+        owners = {(frames.ctypes.data, frames.ctypes.data + frames.nbytes)}
+        assert owners <= set(backend.agent._ranges)
+
+    def test_other_memory_at_the_same_place(self, backend: NixlBackend) -> None:
+        agent = backend.agent
+        agent._kept(2**40, 2**40 + 2**21)
+        agent._kept(2**40 + 2**20, 2**40 + 2**22)
+        assert list(agent._ranges) == [(2**40 + 2**20, 2**40 + 2**22)]
+        agent._kept(2**40 + 2**20, 2**40 + 2**22).users += 1
+        agent._kept(2**40, 2**40 + 2**23)
+        assert len(agent._ranges) == 2, "what a transfer uses stays"
+
+    def test_the_oldest_go(self, backend: NixlBackend) -> None:
+        agent = backend.agent
+        for place in range(KEPT_RANGES + 10):
+            agent._kept(place * 2**30, place * 2**30 + 2**20)
+        agent._drop_oldest()
+        assert len(agent._ranges) == KEPT_RANGES
+        assert (0, 2**20) not in agent._ranges
+
+    def test_nothing_is_left(self, tmp_path: Path) -> None:
+        with opened(tmp_path / "first") as backend:
+            backend.put_from(make_ids(2), Buffers.make(2, SIZE).segments())
+        before = resources()
+        with opened(tmp_path / "second") as backend:
+            backend.put_from(make_ids(200), Buffers.make(200, SIZE).segments())
+        assert growth(before) == []
+
+
+class TestOpening:
+    @pytest.mark.parametrize("plugin", ["GDS", "GDS_MT"])
+    def test_a_plugin_that_does_not_load(self, tmp_path: Path, plugin: str) -> None:
+        with pytest.raises(StorageConfigError, match=rf"plug-in '{plugin}' .*does not load here.*POSIX"):
+            open_backend({"path": tmp_path, "plugin": plugin})
+
+    def test_a_path_that_cannot_be_used(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"")
+        with pytest.raises(StorageConfigError, match="cannot be used as a directory"):
+            open_backend({"path": tmp_path / "file"})
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"pth": "/x"}, "'nixl' has no option 'pth'; did you mean 'path'"),
+            ({}, "path='' is not a path"),
+            ({"path": "/x", "plugin": "S3"}, "plugin='S3' is not one of POSIX, GDS, GDS_MT"),
+            ({"path": "/x", "engine": "fast"}, "engine='fast' is not one of auto, aio, uring, posix_aio"),
+        ],
+    )
+    def test_what_cannot_work_is_named(self, options: dict[str, object], message: str) -> None:
+        with pytest.raises(StorageConfigError) as raised:
+            NixlConfig.parse(options)
+        assert message in str(raised.value)
+
+    def test_a_transfer_that_fails_names_itself(self, tmp_path: Path) -> None:
+        """A descriptor that is not open."""
+        with closing(Agent("POSIX", {})) as agent:
+            rows = np.zeros((1, SIZE), dtype=np.uint8)
+            with pytest.raises(TransferFailed, match="READ of 1 files"):
+                agent.read([(999_999, SIZE)], Segments.of_rows(rows))
