@@ -39,7 +39,7 @@ def command(argv: Sequence[str]) -> int:
     if info is None:
         return _fail(f"no daemon at {wanted.socket}; `cachesvc up` starts one", 3)
     if not info.admin_url:
-        return _fail(f"the daemon with pid {info.pid} has its admin door closed (admin.enabled)", 1)
+        return _fail(f"the daemon with pid {info.pid} has no admin door open (yet, or admin.enabled is false)", 1)
     try:
         answers = {part: _get(f"{info.admin_url}/api/{part}") for part in PARTS}
     except (OSError, ValueError) as error:

@@ -105,6 +105,39 @@ class AdminConfig(Section):
         return check_loopback(host)
 
 
+class GrpcConfig(Section):
+    """Status, counters and lookups over gRPC, for tools and other languages, on this machine only."""
+
+    address: str = Field(
+        "auto",
+        description="unix:///path, a loopback host:port, off, or auto: grpc.sock beside the channel's socket, where "
+        "grpcio is installed",
+    )
+    max_message_bytes: Bytes = Field(4 << 20, description="of one message in either direction")
+
+    @field_validator("address")
+    @classmethod
+    def _local_only(cls, address: str) -> str:
+        if address in ("auto", "off"):
+            return address
+        if address.startswith("unix:"):
+            if not address.startswith("unix:///"):
+                raise ValueError(f"{address!r} names no absolute path; write unix:///path/of/the.sock")
+            return address
+        host, colon, port = address.rpartition(":")
+        if not colon or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"{address!r} is not unix:///path, host:port, auto or off")
+        check_loopback(host.removeprefix("[").removesuffix("]"))
+        return address
+
+    @field_validator("max_message_bytes")
+    @classmethod
+    def _room_for_a_key(cls, size: int) -> int:
+        if not 4096 <= size <= 64 << 20:
+            raise ValueError(f"{size} is not within 4 KiB to 64 MiB")
+        return size
+
+
 class TierConfig(Section):
     """One storage tier. Tiers are read in the order given; which are written to, each one says."""
 
@@ -154,6 +187,7 @@ class Config(BaseSettings):
     channel: ChannelConfig = Field(default_factory=ChannelConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     admin: AdminConfig = Field(default_factory=AdminConfig)
+    grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     tier: list[TierConfig] = Field(
         default_factory=_default_tiers, description="storage tiers as JSON; given here they replace those of the file"
     )

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cachesvc.daemon.channel import MAX_PATH_BYTES
+from cachesvc.rpc.codec import versions
 
 
 class SocketTaken(RuntimeError):
@@ -26,7 +27,7 @@ class SocketTaken(RuntimeError):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a daemon says about itself to whoever finds its socket. `admin_url` is empty where that door is closed."""
+    """What a daemon says about itself to whoever finds its socket. `admin_url` is empty while that door is closed."""
 
     pid: int
     version: str
@@ -56,7 +57,9 @@ class Claim:
             lock_path(socket_path).unlink()
             os.close(lock_fd)
             raise
-        return cls(socket_path, lock_fd)
+        claim = cls(socket_path, lock_fd)
+        claim.announce(RunInfo(os.getpid(), versions().software))
+        return claim
 
     def announce(self, info: RunInfo) -> None:
         """Writes what `read_run_info` gives to others."""
@@ -97,7 +100,7 @@ def _locked(socket_path: Path) -> int:
                 return fd
         except BlockingIOError:
             info = read_run_info(socket_path)
-            who = "a daemon that is starting" if info is None else f"the daemon with pid {info.pid}"
+            who = "a daemon" if info is None else f"the daemon with pid {info.pid}"
             os.close(fd)
             raise SocketTaken(f"{socket_path} is in use by {who}; stop it, or choose another socket") from None
         except FileNotFoundError:

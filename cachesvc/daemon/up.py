@@ -18,11 +18,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cachesvc.client.connect import default_socket_path
 from cachesvc.clock import SystemClock
 from cachesvc.commands.version import about
-from cachesvc.config.model import Config
+from cachesvc.config.model import Config, ConfigError
 from cachesvc.config.text import effective
 from cachesvc.daemon.admin import AdminDoor, bind_loopback, build_app
 from cachesvc.daemon.channel import ChannelDoor
@@ -43,8 +44,12 @@ from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.rpc.codec import versions
 
+if TYPE_CHECKING:
+    from cachesvc.daemon.grpc_door import GrpcDoor
+
 log = logging.getLogger(__name__)
 
+GrpcOpener = Callable[[Node, Health], "GrpcDoor"]
 BEAT_S = 0.5
 MARGIN_S = 5.0
 
@@ -52,7 +57,7 @@ MARGIN_S = 5.0
 class Daemon:
     """A node and its doors. Made by `compose`; `start` and `stop` in one event loop, `stop` once."""
 
-    def __init__(self, config: Config, node: Node, summary: list[str]) -> None:
+    def __init__(self, config: Config, node: Node, summary: list[str], open_grpc: GrpcOpener | None) -> None:
         self.node = node
         self.summary = summary
         self._config = config
@@ -66,7 +71,14 @@ class Daemon:
         self._channel = ChannelDoor(node, socket_path(config), options=options)
         self._is_channel_open = False
         self._admin: AdminDoor | None = None
+        self._open_grpc = open_grpc
+        self._grpc: GrpcDoor | None = None
         self._beating: asyncio.Task[None] | None = None
+
+    @property
+    def grpc_address(self) -> str:
+        """Where the gRPC door is; empty where it is closed."""
+        return "" if self._grpc is None else self._grpc.address
 
     @property
     def admin_url(self) -> str:
@@ -83,6 +95,8 @@ class Daemon:
             self._admin.start()
         await self._channel.start()
         self._is_channel_open = True
+        if self._open_grpc is not None:
+            self._grpc = await asyncio.to_thread(self._open_grpc, self.node, self._health)
 
     async def stop(self, drain_s: float) -> int:
         """Drains within `drain_s`, closes everything. Returns how many accepted pages were not stored."""
@@ -91,6 +105,8 @@ class Daemon:
         if self._is_channel_open:
             await self._channel.stop(drain_s)
         await asyncio.to_thread(self.node.close, max(0.0, deadline_s - time.monotonic()))
+        if self._grpc is not None:
+            await asyncio.to_thread(self._grpc.stop)
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait([self._beating])
@@ -105,11 +121,16 @@ class Daemon:
         while True:
             self._heartbeat.beat()
             try:
-                await asyncio.to_thread(self.node.tick)  # it unmaps memory, which takes its time
+                await asyncio.to_thread(self._keep_house)
             except Exception:
                 log.exception("housekeeping raised; it is tried again")
                 self._housekeeping_errors.inc()
             await asyncio.sleep(BEAT_S)
+
+    def _keep_house(self) -> None:
+        self.node.tick()  # it unmaps memory, which takes its time
+        if self._grpc is not None:
+            self._grpc.update()
 
     def _answers(self) -> dict[str, Callable[[], object]]:
         return {
@@ -125,6 +146,7 @@ class Daemon:
             "version": versions().software,
             "started_s": self._started_s,
             "socket": str(socket_path(self._config)),
+            "grpc_address": self.grpc_address,
             "admin_url": self.admin_url,
             "is_ready": readiness.is_ready,
             "reasons": readiness.reasons,
@@ -138,11 +160,31 @@ def socket_path(config: Config) -> Path:
     return default_socket_path() if path is None else path.expanduser().absolute()
 
 
+def grpc_opener(config: Config) -> GrpcOpener | None:
+    """What opens the gRPC door; None where it is to stay closed. ConfigError: it is wanted and grpcio is not there."""
+    address = config.grpc.address
+    if address == "off":
+        return None
+    try:
+        from cachesvc.daemon.grpc_door import GrpcDoor
+    except ImportError as error:
+        if address == "auto":
+            return None
+        raise ConfigError(
+            f"grpc.address: needs the package {error.name!r}, which is not installed: pip install 'cachesvc[server]', "
+            "or set it to off"
+        ) from error
+    if address == "auto":
+        address = f"unix://{socket_path(config).with_name('grpc.sock')}"
+    return lambda node, health: GrpcDoor(node, health, address, config.grpc.max_message_bytes)
+
+
 def compose(config: Config) -> Daemon:
     """Opens the tiers, checks that everything fits, makes the node. No door is open yet.
 
     ConfigError, DoesNotFit, OSError: with a line for the operator; nothing is left open then.
     """
+    open_grpc = grpc_opener(config)
     with ExitStack() as undo:
         tiers = open_tiers(config.tier)
         for tier in tiers:
@@ -161,7 +203,7 @@ def compose(config: Config) -> Daemon:
         ]
         node = Node(tiers, options=node_options(config))
         undo.pop_all()
-    return Daemon(config, node, summary)
+    return Daemon(config, node, summary, open_grpc)
 
 
 def node_options(config: Config) -> NodeOptions:
@@ -212,5 +254,6 @@ async def _stop_bounded(daemon: Daemon, drain_s: float, at_once: asyncio.Event) 
 def _doors(daemon: Daemon, claim: Claim) -> list[str]:
     return [
         f"channel  unix://{claim.socket_path}",
+        f"grpc     {daemon.grpc_address or 'off'}",
         f"admin    {daemon.admin_url or 'off'}",
     ]

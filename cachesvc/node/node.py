@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from cachekernels.index import PageIndex
+from cachekernels.pages import object_ids
 from numpy.typing import NDArray
 
 from cachesvc.client.base import AttachRefused, AttachRequest, Declined, Lookup, SessionClosed
@@ -143,6 +144,11 @@ class Node:
             self._counters.declined.inc(1, Verb.LOOKUP, reason)
         self._counters.lookup_pages.inc(len(keys) - num_pages, "miss")
         return Lookup(num_pages)
+
+    def holds(self, keys: Keys) -> NDArray[np.bool_]:
+        """bool[n]: which pages are in regions, or in tiers that know without I/O. For tools: counts nothing."""
+        check_keys(keys)
+        return self._parts.pages.held(keys) | self._parts.tiers.known(object_ids(keys))
 
     def prefetch(self, session: Session, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         """Lends `frames` to the node and starts reading. See `CacheClient.prefetch`."""

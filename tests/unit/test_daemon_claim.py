@@ -26,7 +26,7 @@ def leave_a_socket(path):
 
 def test_a_claim_excludes_others_and_names_its_holder(path):
     claim = Claim.take(path)
-    with pytest.raises(SocketTaken, match="starting"):
+    with pytest.raises(SocketTaken, match=f"pid {os.getpid()}"):
         Claim.take(path)
     claim.announce(RunInfo(4711, "1.0", "http://x"))
     with pytest.raises(SocketTaken, match="pid 4711"):

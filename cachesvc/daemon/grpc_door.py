@@ -1,0 +1,193 @@
+"""The gRPC door: proto/cachesvc/v1/service.proto for tools and other languages, with gRPC's health and reflection.
+
+DESIGN. Without access control only this user, or this machine, may connect: a Unix socket that is its owner's alone,
+or a loopback address; the configuration refuses the rest. A server of threads, apart from the event loop, as gRPC takes
+five times as long for a call as the local channel and must not delay it. Messages are bounded by gRPC itself, in both
+directions. What is wrong with a request is a status with the reason; an exception of ours is INTERNAL, logged, and the
+server lives.
+
+Needs grpcio, grpcio-health-checking and grpcio-reflection (the server extra).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cachesvc.daemon.claim import Claim
+from cachesvc.daemon.health import Health
+from cachesvc.node.node import Node
+from cachesvc.outcomes import Reject
+from cachesvc.rpc import channel_pb2, codec, common_pb2, service_pb2, service_pb2_grpc
+from cachesvc.rpc.codec import BadMessage
+
+log = logging.getLogger(__name__)
+
+SERVICE = service_pb2.DESCRIPTOR.services_by_name["Node"].full_name
+NUM_THREADS = 4
+MAX_CALLS = 64  # at one time; more are answered RESOURCE_EXHAUSTED
+STOP_S = 2.0
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class GrpcDoor:
+    """A server at one address, from its making to `stop`. `update` tells gRPC's health what ours is."""
+
+    def __init__(self, node: Node, status: Health, address: str, max_message_bytes: int) -> None:
+        """Listens at once. OSError: the address cannot be used. SocketTaken: another daemon has the Unix socket."""
+        self.address = address
+        self._status = status
+        self._health = health.HealthServicer()
+        self._server = grpc.server(
+            ThreadPoolExecutor(NUM_THREADS, "cachesvc-grpc"),
+            maximum_concurrent_rpcs=MAX_CALLS,
+            options=[
+                ("grpc.max_receive_message_length", max_message_bytes),
+                ("grpc.max_send_message_length", max_message_bytes),
+                ("grpc.so_reuseport", 0),  # else a second daemon would share the port silently
+            ],
+        )
+        service_pb2_grpc.add_NodeServicer_to_server(NodeService(node, status), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._claim = self._bind()
+        self.update()
+        self._server.start()
+
+    def update(self) -> None:
+        """To be called now and then."""
+        serving = health_pb2.HealthCheckResponse.ServingStatus
+        state = serving.SERVING if self._status.readiness().is_ready else serving.NOT_SERVING
+        for name in ("", SERVICE):
+            self._health.set(name, state)
+
+    def stop(self) -> None:
+        """Ends calls under way, within a bound."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(STOP_S).wait(2 * STOP_S)
+        if self._claim is not None:
+            self._claim.release()
+
+    def _bind(self) -> Claim | None:
+        """The claim on the Unix socket, where the address is one."""
+        if not self.address.startswith("unix://"):
+            self._listen()
+            return None
+        claim = Claim.take(Path(self.address.removeprefix("unix://")))
+        before = os.umask(0o177)  # the socket is its owner's from its first moment
+        try:
+            self._listen()
+        except OSError:
+            claim.release()
+            raise
+        finally:
+            os.umask(before)
+        return claim
+
+    def _listen(self) -> None:
+        try:
+            self._server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise OSError(f"grpc.address: cannot listen on {self.address}; choose another address, or off") from error
+
+
+class NodeService(service_pb2_grpc.NodeServicer):
+    """The service's methods. Each is called on a thread of the server's."""
+
+    def __init__(self, node: Node, status: Health) -> None:
+        self._node = node
+        self._status = status
+        self._calls = node.registry.counter(
+            "cachesvc_grpc_calls_total", "Calls at the gRPC door", result=["ok", "rejected", "failed"]
+        )
+
+    def GetVersion(self, request: service_pb2.GetVersionRequest, context: Any) -> common_pb2.Versions:  # noqa: N802
+        """What speaks here."""
+        return self._answer(context, codec.versions)
+
+    def GetStatus(self, request: service_pb2.GetStatusRequest, context: Any) -> service_pb2.NodeStatus:  # noqa: N802
+        """Readiness, tiers, sessions and regions."""
+        return self._answer(context, lambda: status_message(self._node, self._status))
+
+    def GetCounters(self, request: channel_pb2.CountersRequest, context: Any) -> common_pb2.Counters:  # noqa: N802
+        """Every counter and gauge."""
+        return self._answer(context, lambda: common_pb2.Counters(values=self._node.registry.snapshot()))
+
+    def Lookup(self, request: service_pb2.LookupPages, context: Any) -> service_pb2.PagesHeld:  # noqa: N802
+        """Which pages the node holds, as far as it knows without asking a medium."""
+
+        def look() -> service_pb2.PagesHeld:
+            keys = codec.keys_of(request.keys)
+            if not len(keys):
+                raise BadMessage(Reject.BAD_LENGTH, "a lookup needs at least one key")
+            return service_pb2.PagesHeld(held=self._node.holds(keys).tobytes())
+
+        return self._answer(context, look)
+
+    def _answer(self, context: Any, work: Callable[[], Reply]) -> Reply:
+        try:
+            reply = work()
+        except BadMessage as error:
+            self._calls.inc(1, "rejected")
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"{error.reason}: {error}")
+        except Exception as error:
+            self._calls.inc(1, "failed")
+            log.exception("a call at the gRPC door raised")
+            _abort(context, grpc.StatusCode.INTERNAL, repr(error))
+        self._calls.inc(1, "ok")
+        return reply
+
+
+def status_message(node: Node, status: Health) -> service_pb2.NodeStatus:
+    """The node as it is now."""
+    report, readiness = node.report(), status.readiness()
+    return service_pb2.NodeStatus(
+        versions=codec.versions(),
+        boot_id=node.boot_id,
+        is_ready=readiness.is_ready,
+        reasons=readiness.reasons,
+        tiers=[
+            service_pb2.TierStatus(
+                name=tier.name,
+                backend=tier.backend,
+                place=tier.place,
+                used_bytes=tier.used_bytes,
+                capacity_bytes=tier.capacity_bytes,
+                objects=tier.objects,
+                troubles=tier.troubles,
+            )
+            for tier in report.tiers
+        ],
+        sessions=[
+            service_pb2.SessionStatus(
+                session_id=session.session_id,
+                group=session.group,
+                model_id=session.model_id,
+                num_ops=session.num_ops,
+                is_lost=session.is_lost,
+            )
+            for session in report.sessions
+        ],
+        regions=[
+            service_pb2.RegionStatus(
+                manager=region.manager, num_frames=region.num_frames, frame_bytes=region.frame_bytes
+            )
+            for region in report.regions
+        ],
+    )
+
+
+def _abort(context: Any, code: grpc.StatusCode, reason: str) -> NoReturn:
+    context.abort(code, reason)
+    raise AssertionError("abort raises")

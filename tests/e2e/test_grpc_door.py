@@ -1,0 +1,175 @@
+"""The gRPC door of a real daemon: the service, health, reflection, and what it refuses."""
+
+import os
+import stat
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from cachesvc.rpc import channel_pb2, codec, service_pb2, service_pb2_grpc
+from tests.helpers.daemon import HANG_S, DaemonProcess, Home
+from tests.helpers.engine import Engine
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+SERVICE = "cachesvc.v1.Node"
+
+
+@pytest.fixture
+def home():
+    home = Home()
+    yield home
+    home.remove()
+
+
+@pytest.fixture
+def daemon(home):
+    with DaemonProcess(home) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def channel(home, daemon):
+    with grpc.insecure_channel(f"unix://{home.socket.with_name('grpc.sock')}") as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel):
+    return service_pb2_grpc.NodeStub(channel)
+
+
+def refused(call, request, **options):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request, timeout=HANG_S, **options)
+    return caught.value.code(), caught.value.details()
+
+
+def test_version_status_counters(stub, home):
+    assert stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S) == codec.versions()
+    engine = Engine(home, "engine-1")
+    status = stub.GetStatus(service_pb2.GetStatusRequest(), timeout=HANG_S)
+    assert status.is_ready
+    assert len(status.boot_id) == 16
+    assert [(tier.name, tier.place) for tier in status.tiers] == [("file", str(home.pages))]
+    assert [session.group for session in status.sessions] == ["engine-1"]
+    assert [region.num_frames for region in status.regions] == [len(engine.keys)]
+    counters = stub.GetCounters(channel_pb2.CountersRequest(), timeout=HANG_S).values
+    assert counters["cachesvc_sessions"] == 1
+    engine.client.detach()
+
+
+def test_lookup_knows_what_engines_published(stub, home):
+    engine = Engine(home, "engine-1")
+    engine.write()
+    engine.client.counters()  # answered, so that the pages are in the index
+    keys = np.concatenate([engine.keys, np.zeros((2, 32), np.uint8)])
+    held = stub.Lookup(service_pb2.LookupPages(keys=keys.tobytes()), timeout=HANG_S).held
+    assert list(held) == [1] * len(engine.keys) + [0, 0]
+    engine.client.detach()
+
+
+def test_what_cannot_be_meant_is_a_status_with_the_reason_and_the_daemon_lives(stub, channel, daemon):
+    code, details = refused(stub.Lookup, service_pb2.LookupPages(keys=b"x" * 33))
+    assert (code, "33 bytes" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    code, details = refused(stub.Lookup, service_pb2.LookupPages())
+    assert (code, "at least one" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    code, details = refused(stub.Lookup, service_pb2.LookupPages(keys=bytes(32 * 10**6)))
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in details
+    raw = channel.unary_unary(f"/{SERVICE}/Lookup", request_serializer=bytes, response_deserializer=bytes)
+    assert refused(raw, b"\xff\xff\xff")[0] in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+    nothing = channel.unary_unary(f"/{SERVICE}/Nothing", request_serializer=bytes, response_deserializer=bytes)
+    assert refused(nothing, b"")[0] == grpc.StatusCode.UNIMPLEMENTED
+    assert stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S) == codec.versions()
+    lines = daemon.client.get("/metrics").text.splitlines()
+    assert 'cachesvc_grpc_calls_total{result="rejected"} 2.0' in lines
+    assert 'cachesvc_grpc_calls_total{result="failed"} 0.0' in lines
+
+
+def test_health_and_reflection(channel):
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", SERVICE):
+        assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=HANG_S).status == SERVING
+    listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=HANG_S
+    )
+    names = {service.name for service in next(iter(listing)).list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+def test_health_says_when_the_daemon_goes_away(channel, daemon):
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=HANG_S)
+    assert next(watch).status == SERVING
+    daemon.process.terminate()
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    watch.cancel()
+    assert daemon.process.wait(HANG_S) == 0
+
+
+def test_the_socket_is_its_owners_and_goes_with_the_daemon(home, daemon, channel):
+    socket = home.socket.with_name("grpc.sock")
+    assert stat.S_IMODE(socket.stat().st_mode) == 0o600
+    assert daemon.terminate() == 0
+    assert os.listdir(socket.parent) == []
+
+
+def test_a_second_daemon_takes_neither_socket_nor_port(home, daemon):
+    ended = home.run(
+        "up", "--admin.port", "0", "--socket", "x.sock", "--grpc.address", f"unix://{home.socket.parent}/grpc.sock"
+    )
+    assert ended.returncode == 1
+    (line,) = [line for line in ended.stderr.splitlines() if "error: " in line]
+    assert f"pid {daemon.process.pid}" in line
+
+
+def test_a_loopback_port(home):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with DaemonProcess(home, "--grpc.address", f"127.0.0.1:{port}"):
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = service_pb2_grpc.NodeStub(channel)
+            assert stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S) == codec.versions()
+        ended = home.run("up", "--admin.port", "0", "--socket", "x.sock", "--grpc.address", f"127.0.0.1:{port}")
+        assert ended.returncode == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+
+
+def test_off(home):
+    with DaemonProcess(home, "--grpc.address", "off") as daemon:
+        assert "grpc     off\n" in daemon.output
+        assert sorted(os.listdir(home.socket.parent)) == ["node.sock", "node.sock.lock"]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("0.0.0.0:50051", ["grpc.address", "'0.0.0.0'", "loopback"]),
+        ("[::]:50051", ["grpc.address", "'::'", "loopback"]),
+        ("example.org:50051", ["grpc.address", "loopback"]),
+        ("unix:x.sock", ["grpc.address", "absolute"]),
+        ("50051", ["grpc.address", "host:port"]),
+    ],
+)
+def test_addresses_others_could_reach_are_refused_with_the_reason(home, address, words):
+    ended = home.run("up", "--grpc.address", address)
+    assert ended.returncode == 2
+    assert all(word in ended.stderr for word in words), ended.stderr
+
+
+WITHOUT_GRPC = "import sys; sys.modules['grpc'] = None\n"
+
+
+def test_without_grpcio_the_door_is_closed_unless_asked_for(home):
+    (home.path / "sitecustomize.py").write_text(WITHOUT_GRPC)
+    more = {"PYTHONPATH": os.pathsep.join([str(home.path), home.environment()["PYTHONPATH"]])}
+    with DaemonProcess(home, **more) as daemon:
+        assert "grpc     off\n" in daemon.output
+    ended = home.run("up", "--grpc.address", "127.0.0.1:0", **more)
+    assert ended.returncode == 2
+    assert all(word in ended.stderr for word in ("grpc.address", "'grpc'", "cachesvc[server]"))
