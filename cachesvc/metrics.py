@@ -151,6 +151,20 @@ class Registry:
         """A gauge with one label; `read` gives every value of that label."""
         return self._add(Gauge(name, help_text, lambda: {((label, key),): value for key, value in read().items()}))
 
+    def gauge_table(
+        self,
+        name: str,
+        help_text: str,
+        labels: tuple[str, ...],
+        read: Callable[[], Mapping[tuple[str, ...], float]],
+    ) -> Gauge:
+        """A gauge with several labels; `read` gives every combination of their values."""
+
+        def samples() -> dict[tuple[tuple[str, str], ...], float]:
+            return {tuple(zip(labels, values, strict=True)): value for values, value in read().items()}
+
+        return self._add(Gauge(name, help_text, samples))
+
     def metrics(self) -> list[Metric]:
         """All families, in the order in which they were made."""
         return list(self._metrics.values())

@@ -359,6 +359,12 @@ class Node:
         )
         add_labelled("cachesvc_waiting", "Ops and lanes waiting for a worker", "kind", parts.pool.waiting)
         add_labelled("cachesvc_tier_used_bytes", "Space used by each tier", "tier", self._tier_usage)
+        self.registry.gauge_table(
+            "cachesvc_tier_layers",
+            "What the layers of each tier declined, repeated and gave up since the start; what ends in _now is a state",
+            ("tier", "what"),
+            parts.tiers.tallies,
+        )
         add("cachesvc_store_sessions", "Clients of node-managed memory", self.managed.num_sessions)
         add("cachesvc_managed_bytes", "Memory of all slabs", self.managed.used_bytes)
         add_labelled("cachesvc_managed_frames", "Frames of all slabs by state", "state", self.managed.frames)

@@ -143,6 +143,11 @@ class _CountedTier:
     def delete(self, ids: ObjectIds) -> Outcomes:
         return self._ask(Direction.DELETE, len(ids), lambda: self.backend.delete(ids))
 
+    def troubles(self, stuck_after_s: float) -> list[str]:
+        """What is wrong now; empty while the tier is well or idle."""
+        declining = [] if self.backend.is_serving() else ["reads are not tried: too many have failed"]
+        return declining + self.progress.troubles(stuck_after_s)
+
     def _ask(self, direction: Direction, count: int, call: Callable[[], Outcomes]) -> Outcomes:
         started = self._clock.now()
         try:
@@ -273,9 +278,15 @@ class TierChain:
         """The same tiers, once they are closed."""
         return {tier.name: 0.0 for tier in self._tiers}
 
+    def tallies(self) -> dict[tuple[str, ...], float]:
+        """What each tier's layers count, by its name and theirs. No I/O; also once they are closed."""
+        return {
+            (tier.name, what): float(count) for tier in self._tiers for what, count in tier.backend.tallies().items()
+        }
+
     def reports(self, stuck_after_s: float) -> list[TierReport]:
         """Each tier as it is now; no I/O."""
-        return [report_tier(tier.name, tier.backend, tier.progress.troubles(stuck_after_s)) for tier in self._tiers]
+        return [report_tier(tier.name, tier.backend, tier.troubles(stuck_after_s)) for tier in self._tiers]
 
     def close(self) -> None:
         """Closes the backends, the last one first. Idempotent as far as they are."""

@@ -5,15 +5,14 @@ DESIGN. A put goes: which keys are there already (EXISTS), values to temporary n
 whole object or none, the first of two writers wins, and what a writer leaves behind when it dies vanishes by itself. No
 script is needed, so a server that denies EVAL serves as well as any other.
 
-A batch is split by server, and large parts over several connections. What one piece meets ends that piece only: its
-objects get the outcome the error stands for. See wire.py for how bytes move,
-topology.py for who has which key.
+See spread.py for how a batch is split over servers and connections, topology.py for who has which key, wire.py for how
+bytes move.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import hiredis
 import numpy as np
@@ -30,17 +29,16 @@ from storage_backends.base import (
     StorageBackend,
     Usage,
     check_batch,
-    outcomes,
 )
 from storage_backends.errors import StorageConfigError, StorageError, StorageFailed, StorageUnavailable
 from storage_backends.in_flight import InFlight
 from storage_backends.redis.config import RedisConfig
 from storage_backends.redis.names import Names, argument, check_ids, command, words
-from storage_backends.redis.replies import MOVED, PENDING, is_error, outcome_of
-from storage_backends.redis.topology import Part, open_topology
+from storage_backends.redis.replies import is_error, outcome_of
+from storage_backends.redis.spread import Spread
+from storage_backends.redis.topology import open_topology
 from storage_backends.redis.wire import Buffer, Reply, Wire
 from storage_backends.segment_views import starts_alike, views
-from storage_backends.workers import Workers
 
 CAPABILITIES = Capabilities(
     name="redis",
@@ -59,14 +57,8 @@ MAX_VALUE_BYTES = 512 * 2**20
 """The server's own limit."""
 
 _TEMPORARY_MS = 60_000
-_PIECE_BYTES = 2 * 2**20  # less is not worth another connection
 _WINDOW_BYTES = 8 * 2**20  # values asked for and not yet received, of one connection
-_NUM_THREADS = 16
-_ROUNDS = 3  # a key moves at most so often within one call
 _SCAN_COUNT = 1000
-
-Work = Callable[[Wire, NDArray[np.intp], Outcomes], None]
-"""Does one exchange for these positions of the batch and writes their outcomes into the batch's."""
 
 
 def open_backend(options: Mapping[str, object]) -> RedisBackend:
@@ -90,11 +82,10 @@ class RedisBackend(StorageBackend):
         self._config = config
         self._names = Names(config.prefix)
         self._topology = open_topology(config)
-        self._workers = Workers("storage-redis", _NUM_THREADS)
+        self._spread = Spread(self._topology, config.connections)
         self._calls = InFlight("redis")
         self._lock = threading.Lock()
         self._temporaries_left = 0
-        self._dropped = 0
         ttl_ms = _TEMPORARY_MS if config.ttl_s is None else config.ttl_s * 1000
         self._set_end = b"\r\n" + words(b"PX", b"%d" % ttl_ms)
 
@@ -128,7 +119,7 @@ class RedisBackend(StorageBackend):
                 result[i] = _got(wire.value_into(views(segments, i)), int(lengths[i]))
 
         with self._calls.call():
-            return self._spread(ids, get, lengths)
+            return self._spread.do(ids, get, lengths)
 
     def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
         check_ids(ids)
@@ -172,7 +163,7 @@ class RedisBackend(StorageBackend):
             wire.send(buffers)
             result[which] = [Outcome.OK if reply == b"OK" else outcome_of(reply) for reply in wire.replies(len(which))]
 
-        return self._spread(ids, put, lengths)
+        return self._spread.do(ids, put, lengths)
 
     def _rename(
         self, ids: ObjectIds, temporary: NDArray[np.uint8], keys: NDArray[np.uint8], which: NDArray[np.intp]
@@ -189,7 +180,7 @@ class RedisBackend(StorageBackend):
                 wire.send_rows(command(b"*2\r\n" + words(b"PERSIST"), *argument(targets[renamed])))
                 result[renamed] = _flagged(wire, len(renamed), yes=Outcome.OK, no=Outcome.OK)
 
-        return self._spread(np.ascontiguousarray(ids[which]), rename)
+        return self._spread.do(np.ascontiguousarray(ids[which]), rename)
 
     def _forget(self, ids: ObjectIds, temporary: NDArray[np.uint8], which: NDArray[np.intp]) -> None:
         """Remove temporary objects; those that cannot be removed vanish by themselves."""
@@ -201,7 +192,7 @@ class RedisBackend(StorageBackend):
         if not len(which):
             return
         try:
-            result, _, _ = self._settled(np.ascontiguousarray(ids[which]), unlink, None)
+            result = self._spread.do(np.ascontiguousarray(ids[which]), unlink)
             left = int((~np.isin(result, (Outcome.OK, Outcome.MISS))).sum())
         except StorageError:
             left = len(which)
@@ -217,7 +208,7 @@ class RedisBackend(StorageBackend):
             result[which] = _flagged(wire, len(which), yes=Outcome.OK, no=Outcome.MISS)
 
         with self._calls.call():
-            return self._spread(ids, unlink)
+            return self._spread.do(ids, unlink)
 
     def sizes(self, ids: ObjectIds) -> NDArray[np.int64]:
         """-1 also for a key that holds something else than a value."""
@@ -233,11 +224,11 @@ class RedisBackend(StorageBackend):
             for i, there, length in zip(which, replies[: len(which)], replies[len(which) :], strict=True):
                 refused = there if is_error(there) else length
                 result[i] = outcome_of(refused) if is_error(refused) else Outcome.OK
-                if result[i] == Outcome.OK and there:
-                    found[i] = int(str(length))
+                if there and isinstance(length, int):
+                    found[i] = length
 
         with self._calls.call():
-            result = self._spread(ids, measure)
+            result = self._spread.do(ids, measure)
         if not np.isin(result, (Outcome.OK, Outcome.UNSUPPORTED)).all():
             raise StorageUnavailable("some servers did not say what they have", ids=len(ids))
         return found
@@ -253,7 +244,7 @@ class RedisBackend(StorageBackend):
                 result[i] = _removed_if_seen(wire, keys[i : i + 1], views(seen, i))
 
         with self._calls.call():
-            return self._spread(ids, take_out)
+            return self._spread.do(ids, take_out)
 
     def scan(self) -> Iterator[ScanBatch]:
         """An object may be listed twice while the server's table grows or a slot moves."""
@@ -289,11 +280,11 @@ class RedisBackend(StorageBackend):
     def tallies(self) -> Mapping[str, int]:
         """redis_temporaries_left: objects never shown that could not be removed; they vanish within a minute.
         redis_connections_dropped: after an error, with the request that was on them."""
-        return {"redis_temporaries_left": self._temporaries_left, "redis_connections_dropped": self._dropped}
+        return {"redis_temporaries_left": self._temporaries_left, "redis_connections_dropped": self._spread.num_dropped}
 
     def close(self) -> None:
         if self._calls.close():
-            self._workers.close()
+            self._spread.close()
             self._topology.close()
 
     def _contains(self, ids: ObjectIds) -> Outcomes:
@@ -303,69 +294,7 @@ class RedisBackend(StorageBackend):
             wire.send_rows(command(b"*2\r\n" + words(b"EXISTS"), *argument(keys[which])))
             result[which] = _flagged(wire, len(which), yes=Outcome.OK, no=Outcome.MISS)
 
-        return self._spread(ids, ask)
-
-    def _spread(self, ids: ObjectIds, work: Work, lengths: NDArray[np.int64] | None = None) -> Outcomes:
-        """`work` wherever the objects are. lengths: bytes each of them moves, if any. Raises the first error when it
-        left no object answered."""
-        result, errors, was_answered = self._settled(ids, work, lengths)
-        if errors and not was_answered:
-            raise errors[0]
-        return result
-
-    def _settled(
-        self, ids: ObjectIds, work: Work, lengths: NDArray[np.int64] | None
-    ) -> tuple[Outcomes, list[StorageError], bool]:
-        """Outcomes, what was raised, and whether any outcome comes from a server."""
-        result = outcomes(len(ids), PENDING)  # type: ignore[arg-type]
-        errors: list[StorageError] = []
-        num_unanswered = 0
-        left = np.arange(len(ids))
-        for _ in range(_ROUNDS):
-            if not len(left):
-                break
-            result[left] = PENDING
-            for piece, error in self._run(self._pieces(ids, left, lengths), work, result):
-                errors.append(error)
-                silent = piece.which[np.isin(result[piece.which], (PENDING, MOVED))]
-                result[silent] = error.outcome
-                num_unanswered += len(silent)
-            left = np.flatnonzero(result == MOVED)
-            if len(left):
-                self._topology.moved()
-        result[left] = Outcome.UNAVAILABLE
-        if any(error.transient for error in errors):
-            self._topology.unreachable()
-        return result, errors, num_unanswered < len(ids)
-
-    def _pieces(self, ids: ObjectIds, left: NDArray[np.intp], lengths: NDArray[np.int64] | None) -> list[Part]:
-        pieces = []
-        for part in self._topology.parts(ids, left):
-            num_bytes = 0 if lengths is None else int(lengths[part.which].sum())
-            most = min(self._config.connections, len(part.which))
-            count = max(1, min(most, num_bytes // _PIECE_BYTES))
-            pieces += [Part(part.server, which) for which in np.array_split(part.which, count)]
-        return pieces
-
-    def _run(self, pieces: list[Part], work: Work, result: Outcomes) -> list[tuple[Part, StorageError]]:
-        """All pieces at once. Returns those that failed; ends when all have ended."""
-        failed: list[tuple[Part, StorageError]] = []
-
-        def one(number: int) -> None:
-            piece = pieces[number]
-            try:
-                with piece.server.exchange() as wire:
-                    work(wire, piece.which, result)
-            except StorageError as error:
-                with self._lock:
-                    self._dropped += 1
-                    failed.append((piece, error))
-
-        if len(pieces) == 1:
-            one(0)
-        else:
-            self._workers.each(range(len(pieces)), one)
-        return failed
+        return self._spread.do(ids, ask)
 
 
 def _chosen(guard: Guard | None, which: NDArray[np.intp]) -> Guard | None:
