@@ -159,15 +159,16 @@ class ChannelClient(CacheClient):
         if reason is not None:
             self._decline(Verb.LOOKUP, reason)
             return Lookup(0)
-        op = next(self._ids)
-        asked = channel_pb2.Lookup(op=op, keys=codec.keys_bytes(keys[: self._max_keys]))
-        self._ledger.look(op)
+        op, keys = next(self._ids), keys[: self._max_keys]
+        asked = channel_pb2.Lookup(op=op, keys=codec.keys_bytes(keys))
+        self._ledger.look(op, len(keys))
         answer = self._call(channel_pb2.ToNode(lookup=asked), self._options.call_timeout_s, op)
         if answer is None:
             self._ledger.unwanted(op)
             self.cancel(op)
             return Lookup(0)
-        return Lookup(answer.lookup.num_pages, op if answer.lookup.is_pending else None)
+        found = answer.lookup
+        return Lookup(min(found.num_pages, len(keys)), op if found.is_pending else None)
 
     def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         self._enter()

@@ -55,16 +55,22 @@ class Conversation:
             if remaining_s <= 0:
                 return None
             self._link.wait(remaining_s)
-            self.listen()
+            self._hear()
         return self._answer
 
     def listen(self) -> None:
         """Takes in what has arrived and sends what waits. Never blocks."""
+        while self._hear():
+            pass
+
+    def _hear(self) -> bool:
+        """One helping of it. False: there was no whole message."""
         if self._link.is_writing:
             self._link.flush()
-        while messages := self._link.receive():
-            for data in messages:
-                self._take(data)
+        messages = self._link.receive()
+        for data in messages:
+            self._take(data)
+        return bool(messages)
 
     def _take(self, data: bytes) -> None:
         message = channel_pb2.ToClient()

@@ -19,14 +19,17 @@ from cachesvc.rpc.codec import BadMessage
 from storage_backends.base import Outcome, outcomes
 
 I32 = NDArray[np.int32]
+NO_FRAMES: I32 = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class Entry:
-    """One op. Pages [next_page, end_page) have no outcome yet; pages behind were cut off by `cancel` and have one."""
+    """One op over `num_pages`. Pages [next_page, end_page) have no outcome yet, none of a lookup; pages behind were cut
+    off by `cancel` and have one."""
 
     verb: Verb
-    frames: I32  # none for a lookup
+    num_pages: int
+    frames: I32  # those of a read
     next_page: int
     end_page: int
     is_unwanted: bool = False  # a lookup whose caller was told that there is nothing
@@ -100,19 +103,19 @@ class Ledger:
 
     # ---- what the client did
 
-    def look(self, op: int) -> None:
+    def look(self, op: int, num_pages: int) -> None:
         """A lookup is asked, which may become an op."""
-        self._entries[op] = Entry(Verb.LOOKUP, np.empty(0, np.int32), 0, 0)
+        self._entries[op] = Entry(Verb.LOOKUP, num_pages, NO_FRAMES, 0, 0)
 
     def read(self, op: int, frames: I32) -> None:
         """Frames are lent to the node."""
         self.is_lent[frames] = True
-        self._entries[op] = Entry(Verb.PREFETCH, frames.copy(), 0, len(frames))
+        self._entries[op] = Entry(Verb.PREFETCH, len(frames), frames.copy(), 0, len(frames))
 
     def store(self, op: int, num_pages: int) -> None:
         """Pages are given to be stored."""
         self.waiting_store_pages += num_pages
-        self._entries[op] = Entry(Verb.BACKUP, np.empty(0, np.int32), 0, num_pages)
+        self._entries[op] = Entry(Verb.BACKUP, num_pages, NO_FRAMES, 0, num_pages)
 
     def forget(self, op: int) -> None:
         """A lookup did not become an op."""
@@ -133,13 +136,16 @@ class Ledger:
             self.num_strays += 1
             return
         match event:
-            case PagesRead(_, first, results) | PagesStored(_, first, results):
-                entry.take(first, len(results))
-                self._answered(entry, first, len(results))
-            case OpEnded():
-                if entry.next_page != entry.end_page:
-                    raise BadMessage(Reject.BAD_VALUE, f"op {event.op} ended with unanswered pages")
+            case PagesRead(_, first, results) if entry.verb is Verb.PREFETCH:
+                self._answer(entry, first, len(results))
+            case PagesStored(_, first, results) if entry.verb is Verb.BACKUP:
+                self._answer(entry, first, len(results))
+            case LookupDone(_, num_pages) if entry.verb is Verb.LOOKUP and num_pages <= entry.num_pages:
+                pass
+            case OpEnded() if entry.next_page == entry.end_page:
                 del self._entries[event.op]
+            case _:
+                raise BadMessage(Reject.BAD_VALUE, f"{event} cannot be meant of a {entry.verb}")
         self._tell(entry, event)
 
     def end(self, op: int, outcome: Outcome, reason: OpEnd) -> None:
@@ -151,7 +157,7 @@ class Ledger:
         if entry.verb is Verb.LOOKUP:
             self._tell(entry, LookupDone(op, 0))
         elif count:
-            self._answered(entry, first, count)
+            self._answer(entry, first, count)
             kind = PagesRead if entry.verb is Verb.PREFETCH else PagesStored
             self._tell(entry, kind(op, first, outcomes(count, outcome)))
         self._tell(entry, OpEnded(op, reason))
@@ -161,7 +167,8 @@ class Ledger:
         for op in [op for op, entry in self._entries.items() if wanted(entry.verb)]:
             self.end(op, Outcome.UNAVAILABLE, OpEnd.LOST)
 
-    def _answered(self, entry: Entry, first: int, count: int) -> None:
+    def _answer(self, entry: Entry, first: int, count: int) -> None:
+        entry.take(first, count)
         if entry.verb is Verb.PREFETCH:
             self.is_lent[entry.frames[first : first + count]] = False
         else:

@@ -10,7 +10,7 @@ import socket
 
 from cachesvc.rpc.framing import FrameReader, FrameTooLong
 
-RECEIVE_BYTES = 256 << 10
+RECEIVE_BYTES = 64 << 10  # more would be allocated by mmap, at five times the price of the whole call
 
 
 class LinkBroken(ConnectionError):

@@ -161,7 +161,8 @@ class EngineHandler(SessionHandler):
     # ---- verbs
 
     def _lookup(self, message: channel_pb2.ToNode, port: Port) -> None:
-        op, keys = self._new_op(message.lookup.op), codec.keys_of(message.lookup.keys)
+        asked = message.lookup
+        op, keys = self._new_op(asked.op), codec.keys_of(asked.keys)
         if len(keys) > self._slice_keys:
             port.aside(lambda: self._look(message.call, op, keys))
         else:

@@ -29,8 +29,10 @@ def num_known(session: FrameSession, keys: Keys) -> int:
     """Leading pages of `keys` that are in frames of others, or in tiers that know without I/O. Counts them."""
     parts = session.parts
     in_frames = parts.pages.held(keys, exclude_slot=session.slot)
-    held = in_frames if in_frames.all() else _with_tiers(session, keys, in_frames)
-    num_pages = leading(held)
+    if in_frames.all():
+        parts.counters.lookup_pages.inc(len(keys), "region")
+        return len(keys)
+    num_pages = leading(_with_tiers(session, keys, in_frames))
     num_in_frames = int(np.count_nonzero(in_frames[:num_pages]))
     parts.counters.lookup_pages.inc(num_in_frames, "region")
     parts.counters.lookup_pages.inc(num_pages - num_in_frames, "tier")

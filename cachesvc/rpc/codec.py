@@ -19,6 +19,7 @@ from cachesvc.identity import Identity
 from cachesvc.node.events import Event, LookupDone, OpEnded, PagesRead, PagesStored
 from cachesvc.outcomes import AttachResult, OpEnd, Reject
 from cachesvc.rpc import channel_pb2, common_pb2
+from storage_backends.base import Outcome, Outcomes
 
 I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
@@ -225,15 +226,21 @@ def event_of(message: channel_pb2.Event) -> Event:
     """BadMessage: an event that this version does not know."""
     match message.WhichOneof("what"):
         case "read":
-            return PagesRead(message.op, message.read.first_page, np.frombuffer(message.read.outcomes, np.uint8))
+            return PagesRead(message.op, message.read.first_page, _outcomes(message.read.outcomes))
         case "stored":
-            return PagesStored(message.op, message.stored.first_page, np.frombuffer(message.stored.outcomes, np.uint8))
+            return PagesStored(message.op, message.stored.first_page, _outcomes(message.stored.outcomes))
         case "lookup_done":
             return LookupDone(message.op, message.lookup_done)
         case "ended":
             return OpEnded(message.op, _op_end(message.ended))
         case _:
             raise BadMessage(Reject.UNKNOWN, f"an unknown event of op {message.op}")
+
+
+def _outcomes(data: bytes) -> Outcomes:
+    """uint8 [n]; what only a newer node knows is a failure."""
+    results = np.frombuffer(data, np.uint8)
+    return np.where(results > max(Outcome), Outcome.FAILED, results).astype(np.uint8)
 
 
 def _op_end(text: str) -> OpEnd:
