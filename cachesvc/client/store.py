@@ -27,7 +27,7 @@ from cachekernels.region import RegionError, WriterConflict
 from numpy.typing import NDArray
 
 from cachesvc.client.base import AttachRefused, NodeAway
-from cachesvc.client.connect import default_socket_path
+from cachesvc.client.connect import default_socket_path, socket_path_of
 from cachesvc.client.link import LinkBroken
 from cachesvc.client.store_arguments import check_keys, page_addresses, page_depths, page_keys
 from cachesvc.client.store_link import NodeSilent, StoreLink, open_link
@@ -71,7 +71,7 @@ def connect_store(
     for memory with need and have).
     """
     request = StoreRequest(tenant, namespace, page_bytes, memory_bytes)
-    store = Store(_socket_path(address), request, timeout_s)
+    store = Store(_path_of(address), request, timeout_s)
     store._connect(connect_timeout_s)
     return store
 
@@ -297,9 +297,7 @@ def _said(answer: managed_pb2.FromStore, expected: str) -> managed_pb2.FromStore
     return answer
 
 
-def _socket_path(address: str) -> Path:
-    if address == "auto":
-        return default_socket_path()
-    if address.startswith("unix:///"):
-        return Path(address.removeprefix("unix://"))
-    raise ValueError(f"address: expected 'auto' or 'unix:///path/to/node.sock', got {address!r}")
+def _path_of(address: str) -> Path:
+    if address == "private":
+        raise ValueError("address 'private': a store shares a node; expected auto or unix:///path/of/the/socket")
+    return default_socket_path() if address == "auto" else socket_path_of(address)

@@ -9,13 +9,13 @@ NodeSilent (TimeoutError)      no answer by the deadline; nothing is known about
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from pathlib import Path
 
 from cachekernels.region import Region, RegionInvalid, Side
 
 from cachesvc.client.base import NodeAway
+from cachesvc.client.connect import dial_socket
 from cachesvc.client.greeting import Greeted, greet, new_hello
 from cachesvc.client.link import Link, LinkBroken
 from cachesvc.node.store_sessions import StoreRequest
@@ -82,13 +82,7 @@ class StoreLink:
 def open_link(path: Path, request: StoreRequest, boot_id: bytes, timeout_s: float) -> StoreLink:
     """Connects and opens a session. `boot_id`: of the node that gave `request.previous`. NodeAway; AttachRefused."""
     deadline_s = time.monotonic() + timeout_s
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(str(path))
-    except OSError as error:
-        sock.close()
-        raise NodeAway(f"nobody answers at {path}: {error}") from error
+    sock = dial_socket(path)()
     hello = new_hello()
     hello.open_store.CopyFrom(store_codec.open_message(request, boot_id))
     greeted = greet(sock, hello, (), max(0.0, deadline_s - time.monotonic()))

@@ -12,6 +12,7 @@ from pathlib import Path
 from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.loop import new_event_loop
 from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from storage_backends.registry import open_backend
 
@@ -34,7 +35,8 @@ def main() -> None:
     if len(sys.argv) > 2:
         tiers.append(Tier("file", open_backend("file", {"path": sys.argv[2], "capacity_bytes": "256 MiB"})))
     path.unlink(missing_ok=True)
-    with Node(tiers) as node, asyncio.Runner(loop_factory=new_event_loop) as runner:
+    options = NodeOptions(managed_bytes=1 << 30)
+    with Node(tiers, options=options) as node, asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve(node, path))
 
 

@@ -1,0 +1,142 @@
+"""What every store promises its client, over the channel of a real node, whatever tiers lie below."""
+
+import numpy as np
+import pytest
+
+import cachesvc
+from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
+from cachesvc.node.tiers import Tier
+from storage_backends.base import Outcome
+from tests.helpers.channels import RunningDoor
+from tests.helpers.resources import growth, resources
+from tests.helpers.store_user import check_conserved, row_addresses, some_keys
+from tests.oracles.pages import ScriptedBackend, memory_backend
+
+OK, EXISTS, MISS, UNAVAILABLE = (int(o) for o in (Outcome.OK, Outcome.EXISTS, Outcome.MISS, Outcome.UNAVAILABLE))
+PAGE_BYTES = 5000  # not a multiple of anything
+SLAB_BYTES = 64 * 8192
+KEYS = some_keys(300)
+PAGES = np.random.default_rng(1).integers(0, 256, (len(KEYS), PAGE_BYTES), dtype=np.uint8)
+TIERS = {
+    "memory only": list,
+    "a tier that knows": lambda: [Tier("fast", memory_backend())],
+    "a tier that must be asked": lambda: [Tier("slow", ScriptedBackend(memory_backend(), index_answers=False))],
+}
+
+
+@pytest.fixture(params=TIERS)
+def tiers(request):
+    return request.param
+
+
+@pytest.fixture
+def node(tiers):
+    with Node(TIERS[tiers](), options=NodeOptions(managed_bytes=8 << 20)) as node:
+        yield node
+        check_conserved(node)
+
+
+@pytest.fixture
+def door(node):
+    with RunningDoor(node) as door:
+        yield door
+
+
+def opened(door, **changes):
+    wanted = {"namespace": "app", "page_bytes": PAGE_BYTES, "memory_bytes": SLAB_BYTES, **changes}
+    return cachesvc.connect_store(f"unix://{door.path}", **wanted)
+
+
+@pytest.fixture
+def store(door):
+    with opened(door) as store:
+        yield store
+
+
+def got(store, which):
+    """Outcomes of a get, whose bytes are checked."""
+    out = np.zeros((len(which), PAGE_BYTES), np.uint8)
+    results = store.get(KEYS[which], out)
+    for row, result in enumerate(results):
+        assert result != OK or (out[row] == PAGES[which[row]]).all(), "wrong bytes"
+    return results.tolist()
+
+
+def test_what_is_put_is_got(store):
+    which = np.arange(10)
+    assert got(store, which) == [MISS] * 10
+    assert store.put(KEYS[which], PAGES[which]).tolist() == [OK] * 10
+    assert got(store, which) == [OK] * 10
+    assert store.put(KEYS[which], PAGES[which]).tolist() == [EXISTS] * 10
+
+
+def test_any_subset_in_any_order(store):
+    store.put(KEYS[:10], PAGES[:10])
+    assert got(store, np.array([7, 200, 3, 3, 201])) == [OK, MISS, OK, OK, MISS]
+    assert store.contains(KEYS[[7, 200, 3]]).tolist() == [OK, MISS, OK]
+
+
+def test_a_call_of_more_pages_than_the_slab_has(store, tiers):
+    results = store.put(KEYS, PAGES)
+    assert set(results.tolist()) == {OK}
+    found = got(store, np.arange(len(KEYS)))
+    assert set(found) <= {OK, MISS}
+    assert found[-8:] == [OK] * 8
+
+
+def test_nothing_is_asked_for_no_pages(store):
+    assert store.put(KEYS[:0], PAGES[:0]).tolist() == []
+    assert store.get(KEYS[:0], PAGES[:0].copy()).tolist() == []
+    assert store.contains(KEYS[:0]).tolist() == store.delete(KEYS[:0]).tolist() == []
+
+
+def test_deleted_pages_are_gone(store):
+    store.put(KEYS[:4], PAGES[:4])
+    assert store.delete(KEYS[1:3]).tolist() == [OK] * 2
+    assert got(store, np.arange(4)) == [OK, MISS, MISS, OK]
+    assert store.delete(KEYS[1:3]).tolist() == [MISS] * 2
+
+
+def test_pages_outlive_their_client(door):
+    with opened(door) as store:
+        store.put(KEYS[:4], PAGES[:4])
+    with opened(door) as store:
+        assert got(store, np.arange(4)) == [OK] * 4
+
+
+def test_clients_of_one_tenant_and_namespace_share_and_others_do_not(door, store):
+    store.put(KEYS[:4], PAGES[:4])
+    for changes, expected in (({}, OK), ({"namespace": "other"}, MISS), ({"tenant": "other"}, MISS)):
+        with opened(door, **changes) as other:
+            assert got(other, np.arange(4)) == [expected] * 4
+
+
+def test_addresses_and_rows_of_a_wider_array_are_taken_as_they_are(store):
+    wide = np.zeros((4, 2 * PAGE_BYTES), np.uint8)
+    wide[:, :PAGE_BYTES] = PAGES[:4]
+    assert store.put(KEYS[:4], wide[:, :PAGE_BYTES]).tolist() == [OK] * 4
+    assert store.put(KEYS[4:8], row_addresses(PAGES[4:8])).tolist() == [OK] * 4
+    assert got(store, np.arange(8)) == [OK] * 8
+    assert store.get(KEYS[4:8], wide[::-1, PAGE_BYTES:]).tolist() == [OK] * 4
+    assert (wide[::-1, PAGE_BYTES:] == PAGES[4:8]).all()
+    assert (wide[:, :PAGE_BYTES] == PAGES[:4]).all()
+
+
+def test_a_closed_store_is_away(store):
+    store.close()
+    store.close()
+    assert not store.is_connected
+    assert got(store, np.arange(2)) == [UNAVAILABLE] * 2
+
+
+def test_nothing_leaks(door):
+    opened(door).close()
+    before = resources()
+    for _ in range(5):
+        with opened(door) as store:
+            store.put(KEYS[:4], PAGES[:4])
+            got(store, np.arange(8))
+    while door.node.managed.num_sessions():
+        door.turn()
+    assert growth(before) == []

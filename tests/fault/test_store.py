@@ -1,0 +1,412 @@
+"""Store clients whose node is away, silent, killed or replaced; clients that die in the middle of a call; and clients
+that send what no client should."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import cachesvc
+from cachesvc.client.base import AttachRefused
+from cachesvc.client.greeting import greet, new_hello
+from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
+from cachesvc.node.tiers import Tier
+from cachesvc.outcomes import AttachResult, Reject
+from cachesvc.rpc import channel_pb2, codec, managed_pb2, store_codec
+from cachesvc.rpc.framing import FrameReader, to_frame
+from storage_backends.base import Outcome
+from tests.helpers.channels import RunningDoor, connected
+from tests.helpers.node_process import ROOT, NodeProcess
+from tests.helpers.store_user import NAMESPACE, PAGE_BYTES, TENANT, check_conserved, positions, request, some_keys
+from tests.oracles.pages import HANG_S, ScriptedBackend, memory_backend, page
+
+OK, EXISTS, MISS, TIMEOUT, UNAVAILABLE = (
+    int(o) for o in (Outcome.OK, Outcome.EXISTS, Outcome.MISS, Outcome.TIMEOUT, Outcome.UNAVAILABLE)
+)
+FRAMES = 8
+KEYS = some_keys(4)
+PAGES = np.stack([page(key, PAGE_BYTES) for key in KEYS])
+
+
+def opened(path, **changes):
+    wanted = {"tenant": TENANT, "namespace": NAMESPACE, "page_bytes": PAGE_BYTES, "memory_bytes": FRAMES * PAGE_BYTES}
+    return cachesvc.connect_store(f"unix://{path}", **{**wanted, **changes})
+
+
+def got(store, **options):
+    out = np.zeros_like(PAGES)
+    results = store.get(KEYS, out, **options)
+    assert (out[results == Outcome.OK] == PAGES[results == Outcome.OK]).all(), "wrong bytes"
+    return results.tolist()
+
+
+@pytest.fixture
+def backend():
+    return ScriptedBackend(memory_backend())
+
+
+@pytest.fixture
+def node(backend):
+    with Node([Tier("memory", backend)], options=NodeOptions(managed_bytes=64 * PAGE_BYTES)) as node:
+        yield node
+        check_conserved(node)
+
+
+@pytest.fixture
+def door(node):
+    with RunningDoor(node) as door:
+        yield door
+
+
+# the node is away
+
+
+def again(store):
+    """Lets the store try at once, instead of when its pause is over."""
+    store._retry_at_s = 0.0
+
+
+def test_a_node_that_is_not_there_is_an_outcome(tmp_path):
+    with opened(tmp_path / "none.sock") as store:
+        assert not store.is_connected
+        assert store.put(KEYS, PAGES).tolist() == [UNAVAILABLE] * 4
+        assert got(store) == store.contains(KEYS).tolist() == store.delete(KEYS).tolist() == [UNAVAILABLE] * 4
+
+
+def test_a_node_that_comes_later_is_found(tmp_path):
+    with NodeProcess() as process:
+        process.stop()
+        with opened(process.path) as store:
+            assert store.put(KEYS, PAGES).tolist() == [UNAVAILABLE] * 4
+            process.start()
+            again(store)
+            assert store.put(KEYS, PAGES).tolist() == [OK] * 4
+            assert got(store) == [OK] * 4
+
+
+def test_a_killed_node_is_an_outcome_and_its_successor_is_found(tmp_path):
+    with NodeProcess(tmp_path / "files") as process, opened(process.path) as store:
+        assert store.put(KEYS, PAGES).tolist() == [OK] * 4
+        process.kill()
+        assert got(store) == [UNAVAILABLE] * 4
+        assert store.put(KEYS, PAGES).tolist() == [UNAVAILABLE] * 4
+        process.start()
+        again(store)
+        assert set(got(store)) <= {OK, MISS}
+        assert set(store.put(KEYS, PAGES).tolist()) <= {OK, EXISTS}
+        assert got(store) == [OK] * 4
+
+
+def test_a_node_that_stops_in_good_order_leaves_its_pages_in_storage(tmp_path):
+    with NodeProcess(tmp_path / "files") as process, opened(process.path) as store:
+        assert store.put(KEYS, PAGES).tolist() == [OK] * 4
+        process.stop()
+        assert got(store) == [UNAVAILABLE] * 4
+        process.start()
+        again(store)
+        assert got(store) == [OK] * 4
+
+
+def test_a_frozen_node_costs_one_timeout_and_serves_again_when_it_thaws():
+    with NodeProcess() as process, opened(process.path) as store:
+        assert store.put(KEYS, PAGES).tolist() == [OK] * 4
+        process.freeze()
+        assert got(store, timeout_s=0.05) == [TIMEOUT] * 4
+        assert not store.is_connected
+        assert got(store) == [UNAVAILABLE] * 4  # at once, until the pause is over
+        process.thaw()
+        again(store)
+        assert got(store) == [OK] * 4
+
+
+def test_attempts_have_pauses_that_grow(tmp_path):
+    store = opened(tmp_path / "none.sock")
+    pauses = []
+    for _ in range(8):
+        again(store)
+        got(store)
+        pauses.append(store._retry_s)
+    assert pauses == [0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0]
+
+
+def test_a_read_that_takes_too_long_is_given_up_and_holds_nothing(node, door, backend):
+    with opened(door.path) as store:
+        store.put(KEYS, PAGES)
+        for seed in range(1, 5):
+            store.put(some_keys(4, seed), PAGES)
+            until(door, lambda: not node.managed.slabs()[0].ops)  # stored, so that they may leave
+        let_go = threading.Event()
+        backend.before["get"] = lambda ids: let_go.wait(HANG_S) and None
+        assert set(got(store, timeout_s=0.05)) == {TIMEOUT}
+        let_go.set()
+        backend.before.clear()
+        again(store)
+        assert got(store) == [OK] * 4
+    until(door, lambda: not node.managed.num_sessions())
+    assert node.managed.slabs()[0].counts()["held"] == 0
+
+
+def test_a_store_opened_before_a_fork_is_not_used_in_the_child(door):
+    with opened(door.path) as store:
+        store.put(KEYS, PAGES)
+        pid = os.fork()
+        if not pid:
+            try:
+                store.contains(KEYS)
+            except RuntimeError as error:
+                os._exit(0 if "fork" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert got(store) == [OK] * 4
+
+
+def test_a_refusal_says_need_and_have(door):
+    with pytest.raises(AttachRefused, match=r"need 4194304 bytes, have 262144 of the 262144") as refused:
+        opened(door.path, memory_bytes=4 << 20)
+    assert refused.value.result is AttachResult.REFUSED_MEMORY
+
+
+def test_a_node_without_managed_memory_refuses():
+    with Node() as node, RunningDoor(node) as door, pytest.raises(AttachRefused, match="have 0 of the 0"):
+        opened(door.path)
+
+
+# clients that die
+
+
+def until(door, condition):
+    """Turns of the loop, until it is so."""
+    for _ in range(200_000):
+        if condition():
+            return
+        door.turn()
+    raise AssertionError("it never came to that")
+
+
+def child(path, step, seed=7):
+    arguments = [str(path), str(PAGE_BYTES), str(seed), step]
+    return subprocess.Popen([sys.executable, "-m", "tests.helpers.store_child", *arguments], cwd=ROOT)
+
+
+@pytest.mark.parametrize("step", ["reserved", "begun", "written"])
+def test_a_client_killed_in_mid_put_leaves_nothing(node, door, step):
+    with opened(door.path) as store:
+        store.put(KEYS, PAGES)
+        assert child(door.path, step).wait() == -signal.SIGKILL
+        slab = node.managed.slabs()[0]
+        until(door, lambda: node.managed.num_sessions() == 1)
+        node.tick()
+        counts = slab.counts()
+        assert counts["quarantined"] == counts["writing"] == 0
+        assert store.contains(some_keys(3, 7)).tolist() == [MISS] * 3
+        assert got(store) == [OK] * 4
+        assert store.put(some_keys(4, 8), PAGES).tolist() == [OK] * 4
+
+
+def test_a_client_killed_with_a_reference_releases_it(node, door):
+    with opened(door.path) as store:
+        keys = some_keys(3, 7)
+        store.put(keys, PAGES[:3])
+        assert child(door.path, "found").wait() == -signal.SIGKILL
+        until(door, lambda: node.managed.num_sessions() == 1)
+        until(door, lambda: node.managed.slabs()[0].counts()["held"] == 0)  # those that wait for storage have their own
+
+
+def test_what_a_stopped_client_may_still_write_is_not_used_until_it_is_dead(node, door):
+    process = child(door.path, "stopped")
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    slab = node.managed.slabs()[0]
+    session = next(iter(node.managed._sessions.values()))
+    door.loop.call_soon_threadsafe(lambda: [c._transport.abort() for c in door.door._desk.connections])
+    until(door, lambda: not node.managed.num_sessions())
+    assert session.is_ended
+    node.tick()
+    assert slab.counts()["quarantined"] == 3
+    process.kill()
+    process.wait()
+    node.tick()
+    assert slab.counts()["quarantined"] == 0
+
+
+# clients that send what no client should
+
+
+class RawStore:
+    """A store session that speaks word by word."""
+
+    def __init__(self, path, before=None, **changes):
+        """`before`: the Welcome of the session that this client had."""
+        self.sock = connected(path)
+        hello = new_hello()
+        previous, boot_id = (before.session_id, before.boot_id) if before else (None, b"")
+        hello.open_store.CopyFrom(store_codec.open_message(request(previous=previous, **changes), boot_id))
+        greeted = greet(self.sock, hello, (), HANG_S)
+        greeted.close_fds()
+        self.welcome = greeted.welcome
+        self.sock.settimeout(HANG_S)
+        self._frames = FrameReader(1 << 30)
+
+    def send(self, message):
+        self.sock.sendall(message if isinstance(message, bytes) else to_frame(message))
+
+    def receive(self):
+        while (data := self._frames.next()) is None:
+            received = self.sock.recv(1 << 16)
+            if not received:
+                return None
+            self._frames.feed(received)
+        message = managed_pb2.FromStore()
+        codec.parse(message, data)
+        return message
+
+    def ask(self, message):
+        self.send(message)
+        return self.receive()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.sock.close()
+
+
+ToStore = managed_pb2.ToStore
+PAGES_ASKED = {"keys": KEYS.tobytes(), "depths": positions(4).tobytes()}
+
+
+def reserve(call, **changes):
+    return ToStore(call=call, reserve=managed_pb2.Reserve(**{**PAGES_ASKED, **changes}))
+
+
+def get(call, **changes):
+    return ToStore(call=call, get=managed_pb2.Get(**{**PAGES_ASKED, **changes}))
+
+
+def commit(call, reserved, written=b"\1\1\1\1"):
+    return ToStore(call=call, commit=managed_pb2.Commit(reserved=reserved, written=written))
+
+
+MALFORMED = {
+    "bytes": (b"\x04\x00\x00\x00\xff\xff\xff\xff", Reject.UNDECODABLE),
+    "an empty message": (bytes(4), Reject.UNKNOWN),
+    "a message of an engine": (channel_pb2.ToNode(call=1, ping=channel_pb2.Ping()), Reject.UNKNOWN),
+    "half a key": (reserve(1, keys=bytes(33)), Reject.BAD_LENGTH),
+    "half a depth": (get(1, depths=bytes(15)), Reject.BAD_LENGTH),
+    "depths too few": (reserve(1, depths=bytes(12)), Reject.BAD_LENGTH),
+    "no keys": (get(1, keys=b"", depths=b""), Reject.BAD_LENGTH),
+    "more pages than may be held": (get(1, keys=bytes(160), depths=bytes(20)), Reject.BAD_LENGTH),
+    "more keys than a call may have": (
+        ToStore(call=1, contains=managed_pb2.Contains(keys=bytes(32 * 4097))),
+        Reject.BAD_LENGTH,
+    ),
+    "no call": (reserve(0), Reject.BAD_OP),
+    "frames of nobody": (commit(1, 99), Reject.BAD_OP),
+}
+
+
+def rejected(node, reason):
+    return node.registry.snapshot()[f'cachesvc_channel_rejected_total{{reason="{reason}"}}']
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_what_cannot_be_meant_is_refused_and_counted(node, door, kind):
+    message, reason = MALFORMED[kind]
+    with RawStore(door.path) as client:
+        answer = client.ask(message)
+        assert answer.error.reason == reason
+        assert rejected(node, reason) == 1
+        assert client.ask(reserve(2)).reserved.outcomes == bytes(4), "the session goes on"
+    until(door, lambda: not node.managed.num_sessions())
+
+
+def test_a_message_sent_twice_does_nothing_the_second_time(node, door):
+    with RawStore(door.path) as client:
+        assert client.ask(reserve(1)).reserved.outcomes == bytes(4)
+        for replayed in (reserve(1), get(1)):
+            assert client.ask(replayed).error.reason == Reject.BAD_OP
+        assert node.managed.slabs()[0].counts()["writing"] == 4
+        assert client.ask(commit(2, 1, bytes(4))).committed.outcomes == bytes([Outcome.CHANGED] * 4)
+        assert client.ask(commit(3, 1, bytes(4))).error.reason == Reject.BAD_OP
+
+
+def test_another_sessions_frames_and_reads_are_out_of_reach(node, door):
+    with RawStore(door.path) as client, RawStore(door.path) as other, RawStore(door.path, tenant="x") as stranger:
+        client.ask(reserve(1))
+        for thief in (other, stranger):
+            assert thief.ask(commit(7, 1)).error.reason == Reject.BAD_OP
+            thief.send(ToStore(call=8, release=managed_pb2.Release(found=1)))
+            assert thief.ask(commit(9, 1)).error.reason == Reject.BAD_OP
+        assert node.managed.slabs()[0].counts()["writing"] == 4
+        assert client.welcome.store.num_frames == FRAMES
+
+
+def test_an_oversized_message_ends_its_session_and_no_other(node, door):
+    with RawStore(door.path) as client, opened(door.path) as store:
+        client.send(b"\xff\xff\xff\x7f")
+        assert client.receive().error.reason == Reject.OVERSIZED
+        assert client.receive() is None
+        assert store.put(KEYS, PAGES).tolist() == [OK] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"page_bytes": 1 << 51}, "page_bytes"), ({"memory_bytes": 1 << 60}, "memory_bytes"), ({"tenant": ""}, "tenant")],
+)
+def test_a_hello_that_cannot_be_meant_is_refused(door, changes, reason):
+    hello = new_hello()
+    hello.open_store.CopyFrom(store_codec.open_message(request()))
+    for name, value in changes.items():
+        setattr(hello.open_store, name, value)
+    with pytest.raises(AttachRefused, match=reason):
+        greet(connected(door.path), hello, (), HANG_S)
+
+
+def test_random_messages_leave_the_node_in_order(node, door):
+    random_ = random.Random(5)
+    bodies = [reserve(1), get(1), commit(2, 1), ToStore(call=3, delete=managed_pb2.Delete(keys=KEYS.tobytes()))]
+    before = None
+    for _ in range(60):
+        with RawStore(door.path, before) as client:
+            for _ in range(random_.randrange(1, 6)):
+                body = bytearray(random_.choice(bodies).SerializeToString())
+                for _ in range(random_.randrange(4)):
+                    body[random_.randrange(len(body))] = random_.randrange(256)
+                client.send(len(body).to_bytes(4, "little") + bytes(body))
+            before = client.welcome
+        until(door, lambda: not node.managed.num_sessions())
+    assert node.managed.slabs()[0].counts()["writing"] == 0
+    RawStore(door.path, before).sock.close()
+    with opened(door.path) as store:
+        assert store.put(KEYS, PAGES).tolist() == [OK] * 4
+    assert node.registry.snapshot()["cachesvc_channel_exceptions_total"] == 0
+
+
+@pytest.mark.parametrize("boot_id", [b"", bytes(16)])
+def test_the_word_of_a_client_of_another_node_is_not_taken(node, door, boot_id):
+    with RawStore(door.path) as client:
+        client.ask(reserve(1))
+        before = client.welcome
+    until(door, lambda: not node.managed.num_sessions())
+    assert node.managed.slabs()[0].counts()["quarantined"] == 4
+    right, before.boot_id = before.boot_id, boot_id
+    with RawStore(door.path, before):
+        assert node.managed.slabs()[0].counts()["quarantined"] == 4
+        before.boot_id = right
+        with RawStore(door.path, before):
+            assert node.managed.slabs()[0].counts()["quarantined"] == 0
+
+
+def test_a_door_that_is_no_node_is_an_outcome(tmp_path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        store = opened(path, connect_timeout_s=0.05)
+        assert got(store) == [UNAVAILABLE] * 4

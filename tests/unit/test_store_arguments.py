@@ -1,0 +1,104 @@
+"""What a store client says about arguments that do not fit, before anything is sent."""
+
+import numpy as np
+import pytest
+from cachekernels.pages import chain_keys
+
+import cachesvc
+from cachesvc.identity import scope_digest
+
+PAGE_BYTES = 64
+KEYS = np.zeros((3, 32), np.uint8)
+PAGES = np.zeros((3, PAGE_BYTES), np.uint8)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Of a node that is not there: arguments are looked at all the same."""
+    return cachesvc.connect_store(f"unix://{tmp_path}/none", namespace="a", page_bytes=PAGE_BYTES)
+
+
+def read_only():
+    pages = PAGES.copy()
+    pages.flags.writeable = False
+    return pages
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (KEYS[:, :31], r"keys: expected C-contiguous uint8 \[n, 32\], got uint8 \[3, 31\], not contiguous"),
+        (KEYS[0], r"got uint8 \[32\]"),
+        (KEYS.astype(np.int8), r"got int8 \[3, 32\]"),
+        (KEYS[::-1], r"got uint8 \[3, 32\], not contiguous"),
+    ],
+)
+def test_keys_that_do_not_fit(store, keys, message):
+    for call in (
+        store.contains,
+        store.delete,
+        lambda keys: store.put(keys, PAGES),
+        lambda keys: store.get(keys, PAGES),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(keys)
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        (PAGES[:2], r"expected uint8 \[3, 64\] .* uint64 \[3\] addresses; got uint8 \[2, 64\]"),
+        (PAGES[:, :63], r"got uint8 \[3, 63\]"),
+        (PAGES.view(np.int8), r"got int8 \[3, 64\]"),
+        (np.zeros((PAGE_BYTES, 3), np.uint8).T, r"strides \[1, 3\]"),
+        (np.zeros(2, np.uint64), r"got uint64 \[2\]"),
+    ],
+)
+def test_pages_that_do_not_fit(store, pages, message):
+    with pytest.raises(ValueError, match="pages: .*" + message):
+        store.put(KEYS, pages)
+    with pytest.raises(ValueError, match="out: .*" + message):
+        store.get(KEYS, pages)
+
+
+def test_a_get_into_what_cannot_be_written(store):
+    with pytest.raises(ValueError, match="out: expected a writable array"):
+        store.get(KEYS, read_only())
+    store.put(KEYS, read_only())
+
+
+@pytest.mark.parametrize("first_page", [-1, 2**32 - 3])
+def test_positions_that_do_not_fit(store, first_page):
+    with pytest.raises(ValueError, match=f"first_page: expected 0 to 4294967292, got {first_page}"):
+        store.put(KEYS, PAGES, first_page=first_page)
+
+
+@pytest.mark.parametrize("address", ["private", "unix://relative", "tcp://host:1", ""])
+def test_addresses_that_are_none(address):
+    with pytest.raises(ValueError, match=r"address .*: .*expected .*auto or unix:///path/of/the/socket"):
+        cachesvc.connect_store(address, namespace="a", page_bytes=1)
+
+
+def test_page_keys_name_all_tokens_up_to_their_end():
+    tokens = np.arange(1000)
+    keys = cachesvc.page_keys(tokens, 64)
+    assert keys.shape == (15, 32)
+    assert (keys == chain_keys(bytes(32), bytes(32), tokens.astype(np.uint32), 64)).all()
+    assert (cachesvc.page_keys(tokens.tolist()[:640], 64) == keys[:10]).all()
+    assert (cachesvc.page_keys(tokens[640:], 64, previous=keys[9].tobytes()) == keys[10:]).all()
+    assert not (cachesvc.page_keys(tokens, 64, scope=scope_digest(salt="x")) == keys).all(axis=1).any()
+    assert cachesvc.page_keys([], 64).shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1, 2]], r"expected integers \[n\], got int64 \[1, 2\]"),
+        ([1.5], r"got float64 \[1\]"),
+        ([-1], "expected 0 to 4294967295, got -1 to -1"),
+        ([1 << 32], "got 4294967296 to 4294967296"),
+    ],
+)
+def test_tokens_that_are_none(tokens, message):
+    with pytest.raises(ValueError, match="tokens: .*" + message):
+        cachesvc.page_keys(tokens, 1)
