@@ -92,7 +92,7 @@ class PrefetchOp(PageOp, Work):
                 return results
         pages = self._next_pages(self.running_pages)
         keys, depths, frames = self.keys[pages], self.depths[pages], self.frames[pages]
-        copied = leading(session.parts.pages.copy(keys, depths, session.region, frames, only_leading=True))
+        copied = leading(session.parts.pages.copy(keys, depths, session.slot, frames, only_leading=True))
         session.parts.counters.pages_from.inc(copied, PageSource.REGION)
         return outcomes(copied, Outcome.OK)
 
@@ -145,7 +145,7 @@ class PrefetchOp(PageOp, Work):
         depths = self.depths[self._next_pages(len(flight))]
         region.begin_write(frames)
         results = outcomes(len(flight), Outcome.OK)
-        in_frames = parts.pages.copy(keys, depths, region, frames, only_leading=False)
+        in_frames = parts.pages.copy(keys, depths, session.slot, frames, only_leading=False)
         parts.counters.pages_from.inc(float(in_frames.sum()), PageSource.REGION)
         which = np.flatnonzero(~in_frames)
         if len(which):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-from cachekernels.index import PageIndex
+from cachekernels.index import Locations, PageIndex
 from cachekernels.region import Region, RegionClosed, copy_frames
 from numpy.typing import NDArray
 
@@ -60,22 +60,24 @@ class SharedPages:
         found = self._index.lookup(keys)
         return np.where(found.slots == slot, found.frames, np.int32(-1)), found.generations
 
-    def copy(self, keys: Keys, depths: U32, region: Region, frames: I32, *, only_leading: bool) -> Bools:
-        """Copies what the index knows of `keys` [n] into `frames` of `region`. Returns bool[n]: the frame holds the
-        page.
+    def copy(self, keys: Keys, depths: U32, slot: int, frames: I32, *, only_leading: bool) -> Bools:
+        """Copies what the index knows of `keys` [n] into `frames` of the region of `slot`. Returns bool[n]: the frame
+        holds the page.
 
         `only_leading`: at most the run from the first page on, and frames behind it are not touched. Frames that were
         begun and got nothing stay odd.
         """
-        found = self._index.lookup(keys)
+        found = self._places(keys, slot, frames)
         hits = found.slots >= 0
         if only_leading:
             hits[leading(hits) :] = False
         copied = np.zeros(len(keys), np.bool_)
-        for slot in np.unique(found.slots[hits]):
-            which = np.flatnonzero(hits & (found.slots == slot))
+        with self._lock:
+            region = self._regions[slot]
+        for source_slot in np.unique(found.slots[hits]):
+            which = np.flatnonzero(hits & (found.slots == source_slot))
             with self._lock:
-                source = self._regions.get(int(slot))
+                source = self._regions.get(int(source_slot))
             if source is not None:
                 copied[which] = copy_run(
                     source,
@@ -87,6 +89,18 @@ class SharedPages:
                     depths[which],
                 )
         return copied
+
+    def _places(self, keys: Keys, slot: int, frames: I32) -> Locations:
+        """Where `keys` are, apart from the `frames` of `slot` that are about to be written: an engine that evicted a
+        page gets it back into the very frame where it still lies, or into that of another page it asks for."""
+        found = self._index.lookup(keys)
+        is_target = (found.slots == slot) & np.isin(found.frames, frames)
+        if is_target.any():
+            elsewhere = self._index.lookup(keys[is_target], exclude_slot=slot)
+            found.slots[is_target] = elsewhere.slots
+            found.frames[is_target] = elsewhere.frames
+            found.generations[is_target] = elsewhere.generations
+        return found
 
     def check(self) -> None:
         """AssertionError: an invariant of the index is broken. Holds up `publish`, not `held`; for idle moments."""

@@ -119,6 +119,19 @@ def test_pages_of_another_session_are_copied_from_frame_to_frame(node, engine, b
     assert node.counters.pages_from.value("region") == 12
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 3, 2], [8, 9, 10, 11]])
+def test_evicted_pages_come_back_though_they_still_lie_in_frames_that_are_lent(node, engine, order):
+    """Also where each frame is the target of the page in another one: those of the neighbour are taken then."""
+    neighbour = Engine(node, "neighbour")
+    for owner in (engine, neighbour):
+        owner.fill(KEYS[:4], FRAMES[:4])
+    op = engine.prefetch(KEYS[:4], indices(*order))
+    run_all(node)
+    engine.poll()
+    assert engine.ends == {op: "completed"}
+    engine.check_pages(KEYS[:4], indices(*order))
+
+
 @pytest.mark.usefixtures("stored")
 def test_what_was_prefetched_is_found_by_others(node, engine):
     engine.prefetch(KEYS, FRAMES)
