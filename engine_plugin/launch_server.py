@@ -94,9 +94,9 @@ def compose(args: EngineArgs) -> Engine:
     memory = plan_memory(args, shape.token_bytes, _context(args, loaded))
     pool = KVPool(shape, memory.num_pages, args.page_size)
     runner = ModelRunner(loaded.model, pool, Sampler(args.random_seed))
-    limits = _limits(args, loaded, pool)
+    limits, identity = _limits(args, loaded, pool), _identity(loaded, pool)
     try:
-        cache = build_cache(_cache_config(args, memory.num_frames), pool, _identity(loaded, pool), SystemClock())
+        cache = build_cache(_cache_config(args, memory.num_frames, identity), pool, identity, SystemClock())
     except AttachRefused as error:
         raise StartupError(f"{error} (--hicache-size, --hicache-ratio)") from error
     eos = frozenset() if loaded.tokenizer is None else loaded.tokenizer.eos_token_ids
@@ -178,7 +178,12 @@ def _limits(args: EngineArgs, loaded: LoadedModel, pool: KVPool) -> Limits:
     )
 
 
-def _cache_config(args: EngineArgs, num_host_frames: int) -> CacheConfig:
+def default_group(name: str, identity: Identity) -> str:
+    """The same for every start of this model with these settings, another one for any other."""
+    return f"{name}@{identity.namespace().hex()[:16]}"
+
+
+def _cache_config(args: EngineArgs, num_host_frames: int, identity: Identity) -> CacheConfig:
     config = CacheConfig(
         mode=args.cache_mode,
         page_size=args.page_size,
@@ -187,6 +192,8 @@ def _cache_config(args: EngineArgs, num_host_frames: int) -> CacheConfig:
         prefetch_policy=args.prefetch_policy,
         storage_backend=args.storage_backend,
         storage_config=args.storage_config,
+        node_address=args.node_address,
+        group=args.node_group or default_group(args.served_model_name or identity.model_id, identity),
     )
     return replace(config, **args.cache_options)
 

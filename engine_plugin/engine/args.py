@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine_plugin.hicache.config import CacheMode, PrefetchPolicy, WritePolicy
+from engine_plugin.hicache.config import AUTO, PRIVATE, UNIX, CacheMode, PrefetchPolicy, WritePolicy
 from storage_backends.registry import known_backends
 
 PAGE_SIZE_ALONE = 1
 PAGE_SIZE_WITH_STORAGE = 64
 GIGABYTE = 10**9
+MAX_GROUP = 200
+TIERS_OF_A_DAEMON = "a daemon's tiers are configured with the daemon: cachesvc up --config FILE, sections [[tier]]"
+ADDRESSES = f"{PRIVATE}, {AUTO} or {UNIX}/PATH"
 
 NUMBER = (int, float)
 CORE_KEYS: dict[str, tuple[str, type[int] | tuple[type[int], type[float]]]] = {
@@ -56,6 +59,8 @@ class EngineArgs:
     storage_backend: str | None
     storage_config: dict[str, object] = field(default_factory=dict)
     cache_options: dict[str, Any] = field(default_factory=dict)
+    node_address: str
+    node_group: str | None
     enable_cache_report: bool
     enable_metrics: bool
     drain_timeout_s: float
@@ -106,13 +111,18 @@ def parse_args(argv: Sequence[str]) -> EngineArgs:
         parser.error("--enable-hierarchical-cache and --disable-radix-cache exclude each other: use one of them")
     if raw.hicache_storage_backend and not raw.enable_hierarchical_cache:
         parser.error("--hicache-storage-backend needs --enable-hierarchical-cache: storage is read through host memory")
-    if raw.hicache_storage_backend_extra_config and not raw.hicache_storage_backend:
-        parser.error("--hicache-storage-backend-extra-config needs --hicache-storage-backend")
+    _check_node_flags(parser, raw)
     try:
         storage_config, cache_options = split_extra_config(raw.hicache_storage_backend_extra_config)
     except ValueError as error:
         parser.error(f"argument --hicache-storage-backend-extra-config: {error}")
-    page_size = raw.page_size or (PAGE_SIZE_WITH_STORAGE if raw.hicache_storage_backend else PAGE_SIZE_ALONE)
+    if storage_config and not raw.hicache_storage_backend:
+        parser.error(
+            f"argument --hicache-storage-backend-extra-config: {next(iter(storage_config))!r} is an option of a "
+            f"storage backend; {TIERS_OF_A_DAEMON}"
+        )
+    may_have_storage = raw.hicache_storage_backend or raw.cachesvc_address != PRIVATE
+    page_size = raw.page_size or (PAGE_SIZE_WITH_STORAGE if may_have_storage else PAGE_SIZE_ALONE)
     if raw.max_total_tokens is not None and raw.max_total_tokens < page_size:
         parser.error(f"--max-total-tokens {raw.max_total_tokens} is less than one page of {page_size} tokens")
     return EngineArgs(
@@ -138,11 +148,25 @@ def parse_args(argv: Sequence[str]) -> EngineArgs:
         storage_backend=raw.hicache_storage_backend,
         storage_config=storage_config,
         cache_options=cache_options,
+        node_address=raw.cachesvc_address,
+        node_group=raw.cachesvc_group,
         enable_cache_report=raw.enable_cache_report,
         enable_metrics=raw.enable_metrics,
         drain_timeout_s=raw.drain_timeout,
         log_level=raw.log_level,
     )
+
+
+def _check_node_flags(parser: Parser, raw: argparse.Namespace) -> None:
+    """Which node, and who configures its tiers."""
+    is_private = raw.cachesvc_address == PRIVATE
+    if not raw.enable_hierarchical_cache and (not is_private or raw.cachesvc_group is not None):
+        flag = "--cachesvc-group" if is_private else "--cachesvc-address"
+        parser.error(f"{flag} needs --enable-hierarchical-cache: a node keeps pages for the tiers below the device")
+    if raw.cachesvc_address.startswith(UNIX) and raw.hicache_storage_backend:
+        parser.error(f"--hicache-storage-backend and --cachesvc-address {raw.cachesvc_address}: {TIERS_OF_A_DAEMON}")
+    if is_private and raw.hicache_storage_backend_extra_config and not raw.hicache_storage_backend:
+        parser.error("--hicache-storage-backend-extra-config needs --hicache-storage-backend")
 
 
 def split_extra_config(text: str | None) -> tuple[dict[str, object], dict[str, Any]]:
@@ -266,6 +290,20 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="options of the backend and " + ", ".join(CORE_KEYS) + "; a JSON object, or @FILE with JSON or TOML",
     )
+    group.add_argument(
+        "--cachesvc-address",
+        type=_address,
+        default=PRIVATE,
+        metavar="ADDRESS",
+        help="the node that keeps pages: private (a process of this engine's own, with the storage named here), "
+        "unix:///PATH (a daemon, with its own storage), auto (the daemon of this machine if one answers, else private)",
+    )
+    group.add_argument(
+        "--cachesvc-group",
+        type=_group,
+        help="engines of one group share a kept region (default: from the model's name and everything its KV depends "
+        "on, so that a restarted engine finds its pages)",
+    )
 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -288,6 +326,18 @@ def _at_least(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def _address(text: str) -> str:
+    if text in {PRIVATE, AUTO} or (text.startswith(f"{UNIX}/") and len(text) > len(f"{UNIX}/")):
+        return text
+    raise argparse.ArgumentTypeError(f"must be {ADDRESSES}, got {text!r}")
+
+
+def _group(text: str) -> str:
+    if not text or len(text) > MAX_GROUP or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"must be 1 to {MAX_GROUP} printable characters, got {text!r}")
+    return text
 
 
 def _chunk(text: str) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cachekernels.system_memory import AvailableMemory, available_memory
 
 from engine_plugin.engine.args import EngineArgs
+from engine_plugin.hicache.config import PRIVATE
 
 DEFAULT_POOL_CONTEXTS = 4
 """Without --max-total-tokens the device pool holds so many whole contexts, in at most a quarter of the free memory."""
@@ -42,8 +43,9 @@ def plan_memory(
     args: EngineArgs, token_bytes: int, context_tokens: int, available: AvailableMemory | None = None
 ) -> MemoryPlan:
     """Sizes for tokens of `token_bytes` in all layers. Checked before anything is allocated: the device pool's memory
-    is taken page by page as it is used, so too large a one would end in the kernel killing somebody. Raises
-    StartupError.
+    is taken page by page as it is used, so too large a one would end in the kernel killing somebody. Host memory behind
+    a daemon's address is the daemon's to check: it may keep this engine's region from before, and that is not missing
+    then. Raises StartupError.
     """
     have = available_memory() if available is None else available
     page_bytes = args.page_size * token_bytes
@@ -54,6 +56,7 @@ def plan_memory(
     frame_bytes = -(-page_bytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
     num_frames = args.host_frames(num_pages, frame_bytes)
     plan = MemoryPlan(num_pages, num_frames, num_pages * page_bytes, num_frames * frame_bytes, have)
-    if plan.device_bytes + plan.host_bytes > have.have_bytes - have.reserve_bytes:
+    own_bytes = plan.device_bytes + (plan.host_bytes if args.node_address == PRIVATE else 0)
+    if own_bytes > have.have_bytes - have.reserve_bytes:
         raise StartupError(f"not enough memory: {plan.describe()}; lower --max-total-tokens, --hicache-ratio or -size")
     return plan

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+PRIVATE, AUTO, UNIX = "private", "auto", "unix://"
+"""Addresses: a node that the engine starts for itself; the machine's daemon if there is one, else private; how the
+address of a daemon's socket begins."""
+
 
 class CacheMode(StrEnum):
     """Which tiers there are."""
@@ -34,8 +38,8 @@ class PrefetchPolicy(StrEnum):
 class CacheConfig:
     """A cache over one device pool. `page_size` in tokens, `num_host_frames` in pages (hierarchical only).
 
-    `storage_backend` is a registry name or None, `storage_config` its options as the backend knows them. `group` names
-    the engine to its node.
+    `storage_backend` is a registry name or None, `storage_config` its options as the backend knows them: the tiers of
+    a private node. `node_address` is `private`, `unix:///PATH` or `auto`; `group` names the engine to its node.
     Raises ValueError for a combination that means nothing.
     """
 
@@ -51,6 +55,7 @@ class CacheConfig:
     prefetch_timeout_cap_s: float = 10.0
     storage_backend: str | None = None
     storage_config: dict[str, object] = field(default_factory=dict)
+    node_address: str = PRIVATE
     group: str = "engine"
 
     def __post_init__(self) -> None:

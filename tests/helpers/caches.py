@@ -19,7 +19,7 @@ import numpy as np
 from cachekernels.paged_copy import PoolLayout
 from cachekernels.tree import RadixTree
 
-from cachesvc.client.base import AttachRequest, CacheClient
+from cachesvc.client.base import AttachRequest
 from cachesvc.client.inprocess import InProcessClient
 from cachesvc.clock import ManualClock, SystemClock
 from cachesvc.identity import Identity
@@ -178,7 +178,7 @@ class Rig:
         manual_transfers: bool = False,
         manual_node: bool = True,
         identity: Identity = IDENTITY,
-        client: CacheClient | None = None,
+        client: Callable[[Node], InProcessClient] = InProcessClient,
         **changes: object,
     ) -> None:
         self.config = replace(config, page_size=identity.page_size, **changes)
@@ -190,7 +190,7 @@ class Rig:
         clock = self.clock if manual_node else SystemClock()
         self.node = node or Node(tiers, clock=clock, options=options, manual=manual_node)
         self.owns_node = node is None
-        self.client = client or InProcessClient(self.node)
+        self.client = client(self.node)
         request = AttachRequest(identity, group, self.config.num_host_frames, identity.page_bytes())
         attachment = self.client.attach(request)
         self.region = attachment.region

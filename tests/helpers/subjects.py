@@ -8,12 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from cachesvc.client.base import Attachment, AttachRequest
+from cachesvc.client.inprocess import InProcessClient
 from cachesvc.clock import SystemClock
 from cachesvc.identity import Identity
+from cachesvc.node.node import Node
+from cachesvc.node.tiers import Tier
 from engine_plugin.hicache.base import PrefixCache
 from engine_plugin.hicache.build import build_cache
 from engine_plugin.hicache.config import CacheConfig, CacheMode, PrefetchPolicy, WritePolicy
+from engine_plugin.hicache.link import NodeLink
 from engine_plugin.memory.pools import KVPool, KVShape
+from storage_backends.registry import open_backend
 from tests.oracles.token_model import NUM_LAYERS, TokenModel
 from tests.unit.scheduling import Engine
 
@@ -57,11 +63,30 @@ IDENTITY = Identity(
 )
 
 
+class InProcessLink(NodeLink):
+    """A private node without a process of its own, which would take a second to start."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        name = config.storage_backend
+        self._node = Node([] if name is None else [Tier(name, open_backend(name, config.storage_config))])
+        self.client = InProcessClient(self._node)
+
+    def attach(self, request: AttachRequest) -> Attachment:
+        return self.client.attach(request)
+
+    def close(self) -> None:
+        self.client.detach()
+        self._node.close()
+
+    def describe(self) -> list[str]:
+        return []
+
+
 def build(mode: CacheMode, **options: Any) -> Subject:
     """The cache of a configuration over a real pool, whose rows the model reads and writes."""
     pool = KVPool(SHAPE, NUM_PAGES, PAGE_SIZE)
     sides = [side for pair in zip(pool.k, pool.v, strict=True) for side in pair]
     planes = [side.view(torch.int64).numpy().reshape(-1).view(np.uint64) for side in sides]
     config = CacheConfig(mode, PAGE_SIZE, prefetch_policy=PrefetchPolicy.WAIT_COMPLETE, **options)
-    cache = build_cache(config, pool, IDENTITY, SystemClock())
+    cache = build_cache(config, pool, IDENTITY, SystemClock(), InProcessLink)
     return Subject(cache, TokenModel(planes, PAGE_SIZE), config)

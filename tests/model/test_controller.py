@@ -28,6 +28,7 @@ from storage_backends.base import Outcome, outcomes
 from storage_backends.errors import StorageUnavailable
 from storage_backends.memory.backend import open_backend
 from tests.helpers.caches import LAYERS, PAGE, Rig, prompt
+from tests.helpers.losable import LosableClient
 from tests.oracles.pages import ScriptedBackend
 
 FUZZ_OPS = int(os.environ.get("CACHESVC_FUZZ_OPS", "300"))
@@ -86,6 +87,7 @@ class Play:
         self.rig = Rig(
             device_pages=DEVICE_PAGES,
             backend=self.backend,
+            client=LosableClient,
             options=NodeOptions(slice_pages=2),
             manual_transfers=True,
             load_patience_s=0.0,
@@ -195,6 +197,12 @@ class Play:
     def break_load(self, page: int, layer: int) -> None:
         self.bad_page = (page, layer)
 
+    def lose_node(self) -> None:
+        self.rig.client.leave()
+
+    def find_node(self) -> None:
+        self.rig.client.come_back()
+
     def flush(self) -> None:
         result = self.rig.cache.flush()
         if result.ok:
@@ -206,6 +214,7 @@ class Play:
     def settle(self) -> None:
         """Everything in flight ends, without faults. Then nothing may be held but by open requests."""
         self.backend.fault, self.fail_stores, self.bad_page = "none", False, None
+        self.find_node()
         self.rig.clock.advance(60.0)
         self.rig.settle()
         assert self.rig.cache.idle()
@@ -300,6 +309,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.play.break_load(page, layer)
 
     @rule()
+    def lose_node(self) -> None:
+        self.play.lose_node()
+
+    @rule()
+    def find_node(self) -> None:
+        self.play.find_node()
+
+    @rule()
     def flush(self) -> None:
         self.play.flush()
 
@@ -343,6 +360,7 @@ def random_move(play: Play, dice: random.Random) -> None:
         (4, lambda: play.advance(dice.choice([0.5, 2.0, 20.0]))), (3, lambda: play.break_storage(dice.choice(["none"]
         * 6 + list(FAULTS)))), (2, lambda: play.break_stores(dice.random() < 0.2)), (2, lambda:
         play.break_load(dice.randrange(6), dice.randrange(LAYERS))), (1, play.flush), (2, play.settle),
+        (2, play.lose_node), (4, play.find_node),
     ]  # fmt: skip
     dice.choices([move for _, move in moves], [weight for weight, _ in moves])[0]()
 

@@ -42,6 +42,24 @@ def test_the_page_size_depends_on_storage_unless_given(argv: list[str], page_siz
     assert parse_args(argv).page_size == page_size
 
 
+def test_a_node_of_its_own_unless_told_otherwise() -> None:
+    args = parse_args([])
+    assert (args.node_address, args.node_group) == ("private", None)
+    daemon = parse_args([*HIERARCHICAL, "--cachesvc-address", "unix:///run/node.sock", "--cachesvc-group", "blue"])
+    assert (daemon.node_address, daemon.node_group) == ("unix:///run/node.sock", "blue")
+
+
+@pytest.mark.parametrize("address", ["auto", "unix:///run/node.sock"])
+def test_behind_a_daemon_there_may_be_storage_so_pages_are_large(address: str) -> None:
+    assert parse_args([*HIERARCHICAL, "--cachesvc-address", address]).page_size == 64
+
+
+def test_the_caches_own_options_need_no_storage_where_a_daemon_has_it() -> None:
+    extra = ["--hicache-storage-backend-extra-config", '{"prefetch_threshold": 64}']
+    args = parse_args([*HIERARCHICAL, "--cachesvc-address", "unix:///run/node.sock", *extra])
+    assert args.cache_options == {"prefetch_threshold_tokens": 64}
+
+
 def test_cache_modes() -> None:
     assert parse_args(["--disable-radix-cache"]).cache_mode is CacheMode.NONE
     assert parse_args(["--enable-hicache"]).cache_mode is CacheMode.HIERARCHICAL
@@ -93,13 +111,27 @@ def test_a_wrong_extra_config_is_named(text: str, expected: str, capsys: pytest.
         (["--hicache-mem-layout", "layer_first"], "choose from page_first"),
         (["--hicache-write-policy", "maybe"], "choose from write_through, write_through_selective, write_back"),
         (["--hicache-storage-prefetch-policy", "x"], "choose from best_effort, timeout, wait_complete"),
-        (["--hicache-storage-backend", "mooncake"], "choose from file, memory"),
+        (["--hicache-storage-backend", "mooncake"], "choose from file, "),
         (["--dtype", "float8"], "choose from auto, float32, bfloat16"),
         (["--kv-cache-dtype", "fp8_e5m2"], "choose from auto, float32, bfloat16"),
         (["--schedule-policy", "lpm"], "choose from fcfs"),
         (["--enable-hierarchical-cache", "--disable-radix-cache"], "exclude each other"),
         (["--hicache-storage-backend", "file"], "needs --enable-hierarchical-cache"),
         (["--hicache-storage-backend-extra-config", "{}"], "needs --hicache-storage-backend"),
+        (["--cachesvc-address", "unix://x"], "must be private, auto or unix:///PATH, got unix://x"),
+        (["--cachesvc-address", "unix:///"], "must be private, auto or unix:///PATH, got unix:///"),
+        (["--cachesvc-address", "tcp://host:1"], "must be private, auto or unix:///PATH, got tcp://host:1"),
+        (["--cachesvc-address", "auto"], "--cachesvc-address needs --enable-hierarchical-cache"),
+        (["--cachesvc-group", "x"], "--cachesvc-group needs --enable-hierarchical-cache"),
+        ([*HIERARCHICAL, "--cachesvc-group", ""], "must be 1 to 200 printable characters"),
+        ([*STORAGE, "--cachesvc-address", "unix:///n.sock"], "configured with the daemon: cachesvc up --config FILE"),
+        (
+            [
+                *(*HIERARCHICAL, "--cachesvc-address", "unix:///n.sock"),
+                *("--hicache-storage-backend-extra-config", '{"path": "/x"}'),
+            ],
+            "path is an option of a storage backend; a daemons tiers are configured with the daemon",
+        ),
         (["--page-size", "0"], "must be at least 1, got 0"),
         (["--page-size", "x"], "must be a whole number, got x"),
         (["--max-total-tokens", "10", "--page-size", "16"], "less than one page of 16 tokens"),

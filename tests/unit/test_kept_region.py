@@ -12,8 +12,7 @@ from cachekernels.region import Region, copy_frames
 from cachesvc.client.base import Attachment, AttachRequest
 from cachesvc.client.inprocess import InProcessClient
 from cachesvc.node.node import Node
-from cachesvc.node.tiers import Tier
-from storage_backends.base import StorageBackend
+from cachesvc.node.parts import NodeOptions
 from storage_backends.memory.backend import open_backend
 from tests.helpers.caches import PAGE, Rig, prompt
 from tests.oracles.pages import ScriptedBackend
@@ -51,12 +50,20 @@ def left_by(engine: Rig) -> Callable[[Region], None]:
     return copy
 
 
-def restarted(before: Callable[[Region], None], *, backend: StorageBackend | None = None, **changes: object) -> Rig:
+def restarted(before: Callable[[Region], None], **changes: object) -> Rig:
     """An engine that gets a region in which `before` has been."""
-    node = Node([] if backend is None else [Tier("storage", backend)], manual=True)
-    rig = Rig(client=KeptRegionClient(node, before), node=node, **changes)
-    rig.owns_node = True
-    return rig
+    return Rig(client=lambda node: KeptRegionClient(node, before), **changes)
+
+
+def test_a_successor_gets_what_the_node_kept() -> None:
+    with Node([], manual=True, options=NodeOptions(keep_regions_s=300.0)) as node:
+        with Rig(node=node) as engine:
+            engine.run(TOKENS)
+            engine.settle()
+        with Rig(node=node) as rig:
+            assert rig.run(TOKENS).host == PAGES * PAGE
+            rig.settle()
+            rig.cache.check()
 
 
 def kept(rig: Rig, what: str) -> float:

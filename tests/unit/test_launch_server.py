@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import socket
+from dataclasses import replace
 
 import pytest
 import uvicorn
 
 from engine_plugin.engine.server import Stop, bind, url_of
-from engine_plugin.launch_server import command
+from engine_plugin.launch_server import command, default_group
+from tests.helpers.caches import IDENTITY
 
 TINY = ("--model-path", "random:1", "--port", "0")
 
@@ -51,6 +53,14 @@ def test_what_cannot_work_is_one_line_and_a_status(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("cachesvc engine: error: ")
     assert expected in last
+
+
+def test_the_default_group_is_the_same_for_the_same_pages_only() -> None:
+    group = default_group("model", IDENTITY)
+    assert group == default_group("model", replace(IDENTITY))
+    assert group != default_group("model", replace(IDENTITY, page_size=8))
+    assert group != default_group("model", replace(IDENTITY, weights_digest="r2"))
+    assert group != default_group("other", IDENTITY)
 
 
 def test_help_is_status_0(capsys: pytest.CaptureFixture[str]) -> None:

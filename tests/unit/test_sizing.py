@@ -54,3 +54,9 @@ def test_device_and_host_together_must_leave_the_reserve(argv: list[str], fits: 
         StartupError, match=r"need 7\.\d+ GiB \(device .*, host .*\), have 8.00 GiB \(a test\), reserve 1"
     ):
         plan_memory(args, TOKEN_BYTES, CONTEXT, HAVE)
+
+
+def test_host_memory_of_a_daemon_is_not_this_process_to_refuse() -> None:
+    argv = ["--max-total-tokens", str(2**20), "--page-size", "4", "--enable-hicache", "--hicache-ratio", "60"]
+    plan = plan_memory(parse_args([*argv, "--cachesvc-address", "unix:///run/node.sock"]), TOKEN_BYTES, CONTEXT, HAVE)
+    assert plan.host_bytes > HAVE.have_bytes
