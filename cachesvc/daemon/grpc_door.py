@@ -3,48 +3,43 @@
 DESIGN. Without access control only this user, or this machine, may connect: a Unix socket that is its owner's alone,
 or a loopback address; the configuration refuses the rest. A server of threads, apart from the event loop, as gRPC takes
 five times as long for a call as the local channel and must not delay it. Messages are bounded by gRPC itself, in both
-directions. What is wrong with a request is a status with the reason; an exception of ours is INTERNAL, logged, and the
-server lives.
+directions. The methods are in NodeService here and in StoreService (grpc_store.py).
 
 Needs grpcio, grpcio-health-checking and grpcio-reflection (the server extra).
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cachesvc.daemon.claim import Claim
+from cachesvc.daemon.grpc_answers import Answers
+from cachesvc.daemon.grpc_store import StorePool, StoreService
 from cachesvc.daemon.health import Health
 from cachesvc.node.node import Node
 from cachesvc.outcomes import Reject
 from cachesvc.rpc import channel_pb2, codec, common_pb2, service_pb2, service_pb2_grpc
 from cachesvc.rpc.codec import BadMessage
 
-log = logging.getLogger(__name__)
-
-SERVICE = service_pb2.DESCRIPTOR.services_by_name["Node"].full_name
+SERVICES = [service.full_name for service in service_pb2.DESCRIPTOR.services_by_name.values()]
 NUM_THREADS = 4
 MAX_CALLS = 64  # at one time; more are answered RESOURCE_EXHAUSTED
 STOP_S = 2.0
-
-Reply = TypeVar("Reply", bound=Message)
 
 
 class GrpcDoor:
     """A server at one address, from its making to `stop`. `update` tells gRPC's health what ours is."""
 
-    def __init__(self, node: Node, status: Health, address: str, max_message_bytes: int) -> None:
-        """Listens at once. OSError: the address cannot be used. SocketTaken: another daemon has the Unix socket."""
+    def __init__(self, node: Node, status: Health, address: str, max_message_bytes: int, store_address: str) -> None:
+        """Listens at once. `store_address`: the node's local channel, through which its managed memory is reached.
+        OSError: the address cannot be used. SocketTaken: another daemon has the Unix socket."""
         self.address = address
         self._status = status
         self._health = health.HealthServicer()
@@ -57,9 +52,13 @@ class GrpcDoor:
                 ("grpc.so_reuseport", 0),  # else a second daemon would share the port silently
             ],
         )
-        service_pb2_grpc.add_NodeServicer_to_server(NodeService(node, status), self._server)
+        answers = Answers(node.registry)
+        self._stores = StorePool(store_address)
+        service_pb2_grpc.add_NodeServicer_to_server(NodeService(node, status, answers), self._server)
+        store = StoreService(self._stores, answers, max_message_bytes)
+        service_pb2_grpc.add_StoreServicer_to_server(store, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self._claim = self._bind()
         self.update()
@@ -69,13 +68,14 @@ class GrpcDoor:
         """To be called now and then."""
         serving = health_pb2.HealthCheckResponse.ServingStatus
         state = serving.SERVING if self._status.readiness().is_ready else serving.NOT_SERVING
-        for name in ("", SERVICE):
+        for name in ("", *SERVICES):
             self._health.set(name, state)
 
     def stop(self) -> None:
         """Ends calls under way, within a bound."""
         self._health.enter_graceful_shutdown()
         self._server.stop(STOP_S).wait(2 * STOP_S)
+        self._stores.close()
         if self._claim is not None:
             self._claim.release()
 
@@ -105,26 +105,24 @@ class GrpcDoor:
 class NodeService(service_pb2_grpc.NodeServicer):
     """The service's methods. Each is called on a thread of the server's."""
 
-    def __init__(self, node: Node, status: Health) -> None:
+    def __init__(self, node: Node, status: Health, answers: Answers) -> None:
         self._node = node
         self._status = status
-        self._calls = node.registry.counter(
-            "cachesvc_grpc_calls_total", "Calls at the gRPC door", result=["ok", "rejected", "failed"]
-        )
+        self._answer = answers.answer
 
-    def GetVersion(self, request: service_pb2.GetVersionRequest, context: Any) -> common_pb2.Versions:  # noqa: N802
+    def GetVersion(self, request: service_pb2.GetVersionRequest, context: Any) -> common_pb2.Versions:
         """What speaks here."""
         return self._answer(context, codec.versions)
 
-    def GetStatus(self, request: service_pb2.GetStatusRequest, context: Any) -> service_pb2.NodeStatus:  # noqa: N802
+    def GetStatus(self, request: service_pb2.GetStatusRequest, context: Any) -> service_pb2.NodeStatus:
         """Readiness, tiers, sessions and regions."""
         return self._answer(context, lambda: status_message(self._node, self._status))
 
-    def GetCounters(self, request: channel_pb2.CountersRequest, context: Any) -> common_pb2.Counters:  # noqa: N802
+    def GetCounters(self, request: channel_pb2.CountersRequest, context: Any) -> common_pb2.Counters:
         """Every counter and gauge."""
         return self._answer(context, lambda: common_pb2.Counters(values=self._node.registry.snapshot()))
 
-    def Lookup(self, request: service_pb2.LookupPages, context: Any) -> service_pb2.PagesHeld:  # noqa: N802
+    def Lookup(self, request: service_pb2.LookupPages, context: Any) -> service_pb2.PagesHeld:
         """Which pages the node holds, as far as it knows without asking a medium."""
 
         def look() -> service_pb2.PagesHeld:
@@ -134,19 +132,6 @@ class NodeService(service_pb2_grpc.NodeServicer):
             return service_pb2.PagesHeld(held=self._node.holds(keys).tobytes())
 
         return self._answer(context, look)
-
-    def _answer(self, context: Any, work: Callable[[], Reply]) -> Reply:
-        try:
-            reply = work()
-        except BadMessage as error:
-            self._calls.inc(1, "rejected")
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"{error.reason}: {error}")
-        except Exception as error:
-            self._calls.inc(1, "failed")
-            log.exception("a call at the gRPC door raised")
-            _abort(context, grpc.StatusCode.INTERNAL, repr(error))
-        self._calls.inc(1, "ok")
-        return reply
 
 
 def status_message(node: Node, status: Health) -> service_pb2.NodeStatus:
@@ -186,8 +171,3 @@ def status_message(node: Node, status: Health) -> service_pb2.NodeStatus:
             for region in report.regions
         ],
     )
-
-
-def _abort(context: Any, code: grpc.StatusCode, reason: str) -> NoReturn:
-    context.abort(code, reason)
-    raise AssertionError("abort raises")

@@ -176,7 +176,8 @@ def grpc_opener(config: Config) -> GrpcOpener | None:
         ) from error
     if address == "auto":
         address = f"unix://{socket_path(config).with_name('grpc.sock')}"
-    return lambda node, health: GrpcDoor(node, health, address, config.grpc.max_message_bytes)
+    store_address = f"unix://{socket_path(config)}"
+    return lambda node, health: GrpcDoor(node, health, address, config.grpc.max_message_bytes, store_address)
 
 
 def compose(config: Config) -> Daemon:

@@ -24,31 +24,44 @@ _sym_db = _symbol_database.Default()
 
 from cachesvc.rpc import channel_pb2 as cachesvc_dot_v1_dot_channel__pb2
 from cachesvc.rpc import common_pb2 as cachesvc_dot_v1_dot_common__pb2
+from cachesvc.rpc import managed_pb2 as cachesvc_dot_v1_dot_managed__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x61\x63hesvc/v1/service.proto\x12\x0b\x63\x61\x63hesvc.v1\x1a\x19\x63\x61\x63hesvc/v1/channel.proto\x1a\x18\x63\x61\x63hesvc/v1/common.proto\"\x13\n\x11GetVersionRequest\"\x12\n\x10GetStatusRequest\"\xeb\x01\n\nNodeStatus\x12\'\n\x08versions\x18\x01 \x01(\x0b\x32\x15.cachesvc.v1.Versions\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x10\n\x08is_ready\x18\x03 \x01(\x08\x12\x0f\n\x07reasons\x18\x04 \x03(\t\x12&\n\x05tiers\x18\x05 \x03(\x0b\x32\x17.cachesvc.v1.TierStatus\x12,\n\x08sessions\x18\x06 \x03(\x0b\x32\x1a.cachesvc.v1.SessionStatus\x12*\n\x07regions\x18\x07 \x03(\x0b\x32\x19.cachesvc.v1.RegionStatus\"\x89\x01\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\t\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07objects\x18\x06 \x01(\x04\x12\x10\n\x08troubles\x18\x07 \x03(\t\"f\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x0f\n\x07num_ops\x18\x04 \x01(\r\x12\x0f\n\x07is_lost\x18\x05 \x01(\x08\"H\n\x0cRegionStatus\x12\x0f\n\x07manager\x18\x01 \x01(\t\x12\x12\n\nnum_frames\x18\x02 \x01(\x04\x12\x13\n\x0b\x66rame_bytes\x18\x03 \x01(\x04\"\x1b\n\x0bLookupPages\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\x19\n\tPagesHeld\x12\x0c\n\x04held\x18\x01 \x01(\x0c\x32\x90\x02\n\x04Node\x12\x43\n\nGetVersion\x12\x1e.cachesvc.v1.GetVersionRequest\x1a\x15.cachesvc.v1.Versions\x12\x43\n\tGetStatus\x12\x1d.cachesvc.v1.GetStatusRequest\x1a\x17.cachesvc.v1.NodeStatus\x12\x42\n\x0bGetCounters\x12\x1c.cachesvc.v1.CountersRequest\x1a\x15.cachesvc.v1.Counters\x12:\n\x06Lookup\x12\x18.cachesvc.v1.LookupPages\x1a\x16.cachesvc.v1.PagesHeldb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x61\x63hesvc/v1/service.proto\x12\x0b\x63\x61\x63hesvc.v1\x1a\x19\x63\x61\x63hesvc/v1/channel.proto\x1a\x18\x63\x61\x63hesvc/v1/common.proto\x1a\x19\x63\x61\x63hesvc/v1/managed.proto\"\x13\n\x11GetVersionRequest\"\x12\n\x10GetStatusRequest\"\xeb\x01\n\nNodeStatus\x12\'\n\x08versions\x18\x01 \x01(\x0b\x32\x15.cachesvc.v1.Versions\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x10\n\x08is_ready\x18\x03 \x01(\x08\x12\x0f\n\x07reasons\x18\x04 \x03(\t\x12&\n\x05tiers\x18\x05 \x03(\x0b\x32\x17.cachesvc.v1.TierStatus\x12,\n\x08sessions\x18\x06 \x03(\x0b\x32\x1a.cachesvc.v1.SessionStatus\x12*\n\x07regions\x18\x07 \x03(\x0b\x32\x19.cachesvc.v1.RegionStatus\"\x89\x01\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\t\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07objects\x18\x06 \x01(\x04\x12\x10\n\x08troubles\x18\x07 \x03(\t\"f\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05group\x18\x02 \x01(\t\x12\x10\n\x08model_id\x18\x03 \x01(\t\x12\x0f\n\x07num_ops\x18\x04 \x01(\r\x12\x0f\n\x07is_lost\x18\x05 \x01(\x08\"H\n\x0cRegionStatus\x12\x0f\n\x07manager\x18\x01 \x01(\t\x12\x12\n\nnum_frames\x18\x02 \x01(\x04\x12\x13\n\x0b\x66rame_bytes\x18\x03 \x01(\x04\"\x1b\n\x0bLookupPages\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\x19\n\tPagesHeld\x12\x0c\n\x04held\x18\x01 \x01(\x0c\"X\n\tStoreName\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\"@\n\tStoreKeys\x12%\n\x05store\x18\x01 \x01(\x0b\x32\x16.cachesvc.v1.StoreName\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\"b\n\x08PutPages\x12%\n\x05store\x18\x01 \x01(\x0b\x32\x16.cachesvc.v1.StoreName\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\r\n\x05pages\x18\x03 \x01(\x0c\x12\x12\n\nfirst_page\x18\x04 \x01(\r\"S\n\x08GetPages\x12%\n\x05store\x18\x01 \x01(\x0b\x32\x16.cachesvc.v1.StoreName\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x12\n\nfirst_page\x18\x03 \x01(\r\"+\n\x08PagesGot\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\r\n\x05pages\x18\x02 \x01(\x0c\x32\x90\x02\n\x04Node\x12\x43\n\nGetVersion\x12\x1e.cachesvc.v1.GetVersionRequest\x1a\x15.cachesvc.v1.Versions\x12\x43\n\tGetStatus\x12\x1d.cachesvc.v1.GetStatusRequest\x1a\x17.cachesvc.v1.NodeStatus\x12\x42\n\x0bGetCounters\x12\x1c.cachesvc.v1.CountersRequest\x1a\x15.cachesvc.v1.Counters\x12:\n\x06Lookup\x12\x18.cachesvc.v1.LookupPages\x1a\x16.cachesvc.v1.PagesHeld2\xe5\x01\n\x05Store\x12\x33\n\x03Put\x12\x15.cachesvc.v1.PutPages\x1a\x15.cachesvc.v1.Outcomes\x12\x33\n\x03Get\x12\x15.cachesvc.v1.GetPages\x1a\x15.cachesvc.v1.PagesGot\x12\x39\n\x08\x43ontains\x12\x16.cachesvc.v1.StoreKeys\x1a\x15.cachesvc.v1.Outcomes\x12\x37\n\x06\x44\x65lete\x12\x16.cachesvc.v1.StoreKeys\x1a\x15.cachesvc.v1.Outcomesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cachesvc.v1.service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETVERSIONREQUEST']._serialized_start=95
-  _globals['_GETVERSIONREQUEST']._serialized_end=114
-  _globals['_GETSTATUSREQUEST']._serialized_start=116
-  _globals['_GETSTATUSREQUEST']._serialized_end=134
-  _globals['_NODESTATUS']._serialized_start=137
-  _globals['_NODESTATUS']._serialized_end=372
-  _globals['_TIERSTATUS']._serialized_start=375
-  _globals['_TIERSTATUS']._serialized_end=512
-  _globals['_SESSIONSTATUS']._serialized_start=514
-  _globals['_SESSIONSTATUS']._serialized_end=616
-  _globals['_REGIONSTATUS']._serialized_start=618
-  _globals['_REGIONSTATUS']._serialized_end=690
-  _globals['_LOOKUPPAGES']._serialized_start=692
-  _globals['_LOOKUPPAGES']._serialized_end=719
-  _globals['_PAGESHELD']._serialized_start=721
-  _globals['_PAGESHELD']._serialized_end=746
-  _globals['_NODE']._serialized_start=749
-  _globals['_NODE']._serialized_end=1021
+  _globals['_GETVERSIONREQUEST']._serialized_start=122
+  _globals['_GETVERSIONREQUEST']._serialized_end=141
+  _globals['_GETSTATUSREQUEST']._serialized_start=143
+  _globals['_GETSTATUSREQUEST']._serialized_end=161
+  _globals['_NODESTATUS']._serialized_start=164
+  _globals['_NODESTATUS']._serialized_end=399
+  _globals['_TIERSTATUS']._serialized_start=402
+  _globals['_TIERSTATUS']._serialized_end=539
+  _globals['_SESSIONSTATUS']._serialized_start=541
+  _globals['_SESSIONSTATUS']._serialized_end=643
+  _globals['_REGIONSTATUS']._serialized_start=645
+  _globals['_REGIONSTATUS']._serialized_end=717
+  _globals['_LOOKUPPAGES']._serialized_start=719
+  _globals['_LOOKUPPAGES']._serialized_end=746
+  _globals['_PAGESHELD']._serialized_start=748
+  _globals['_PAGESHELD']._serialized_end=773
+  _globals['_STORENAME']._serialized_start=775
+  _globals['_STORENAME']._serialized_end=863
+  _globals['_STOREKEYS']._serialized_start=865
+  _globals['_STOREKEYS']._serialized_end=929
+  _globals['_PUTPAGES']._serialized_start=931
+  _globals['_PUTPAGES']._serialized_end=1029
+  _globals['_GETPAGES']._serialized_start=1031
+  _globals['_GETPAGES']._serialized_end=1114
+  _globals['_PAGESGOT']._serialized_start=1116
+  _globals['_PAGESGOT']._serialized_end=1159
+  _globals['_NODE']._serialized_start=1162
+  _globals['_NODE']._serialized_end=1434
+  _globals['_STORE']._serialized_start=1437
+  _globals['_STORE']._serialized_end=1666
 # @@protoc_insertion_point(module_scope)

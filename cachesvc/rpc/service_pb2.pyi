@@ -1,5 +1,6 @@
 from cachesvc.rpc import channel_pb2 as _channel_pb2
 from cachesvc.rpc import common_pb2 as _common_pb2
+from cachesvc.rpc import managed_pb2 as _managed_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -87,3 +88,53 @@ class PagesHeld(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     held: bytes
     def __init__(self, held: _Optional[bytes] = ...) -> None: ...
+
+class StoreName(_message.Message):
+    __slots__ = ("tenant", "namespace", "page_bytes", "memory_bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    namespace: str
+    page_bytes: int
+    memory_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., page_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+
+class StoreKeys(_message.Message):
+    __slots__ = ("store", "keys")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    store: StoreName
+    keys: bytes
+    def __init__(self, store: _Optional[_Union[StoreName, _Mapping]] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class PutPages(_message.Message):
+    __slots__ = ("store", "keys", "pages", "first_page")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    store: StoreName
+    keys: bytes
+    pages: bytes
+    first_page: int
+    def __init__(self, store: _Optional[_Union[StoreName, _Mapping]] = ..., keys: _Optional[bytes] = ..., pages: _Optional[bytes] = ..., first_page: _Optional[int] = ...) -> None: ...
+
+class GetPages(_message.Message):
+    __slots__ = ("store", "keys", "first_page")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    store: StoreName
+    keys: bytes
+    first_page: int
+    def __init__(self, store: _Optional[_Union[StoreName, _Mapping]] = ..., keys: _Optional[bytes] = ..., first_page: _Optional[int] = ...) -> None: ...
+
+class PagesGot(_message.Message):
+    __slots__ = ("outcomes", "pages")
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: bytes
+    pages: bytes
+    def __init__(self, outcomes: _Optional[bytes] = ..., pages: _Optional[bytes] = ...) -> None: ...

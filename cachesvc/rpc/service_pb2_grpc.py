@@ -5,6 +5,7 @@ import warnings
 
 from cachesvc.rpc import channel_pb2 as cachesvc_dot_v1_dot_channel__pb2
 from cachesvc.rpc import common_pb2 as cachesvc_dot_v1_dot_common__pb2
+from cachesvc.rpc import managed_pb2 as cachesvc_dot_v1_dot_managed__pb2
 from cachesvc.rpc import service_pb2 as cachesvc_dot_v1_dot_service__pb2
 
 GRPC_GENERATED_VERSION = '1.80.0'
@@ -217,6 +218,213 @@ class Node(object):
             '/cachesvc.v1.Node/Lookup',
             cachesvc_dot_v1_dot_service__pb2.LookupPages.SerializeToString,
             cachesvc_dot_v1_dot_service__pb2.PagesHeld.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class StoreStub(object):
+    """Node-managed memory for small pages and other languages: here, other than on the local channel, bytes travel in messages.
+    Outcomes are one byte for each key (storage_backends/outcome.py).
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Put = channel.unary_unary(
+                '/cachesvc.v1.Store/Put',
+                request_serializer=cachesvc_dot_v1_dot_service__pb2.PutPages.SerializeToString,
+                response_deserializer=cachesvc_dot_v1_dot_managed__pb2.Outcomes.FromString,
+                _registered_method=True)
+        self.Get = channel.unary_unary(
+                '/cachesvc.v1.Store/Get',
+                request_serializer=cachesvc_dot_v1_dot_service__pb2.GetPages.SerializeToString,
+                response_deserializer=cachesvc_dot_v1_dot_service__pb2.PagesGot.FromString,
+                _registered_method=True)
+        self.Contains = channel.unary_unary(
+                '/cachesvc.v1.Store/Contains',
+                request_serializer=cachesvc_dot_v1_dot_service__pb2.StoreKeys.SerializeToString,
+                response_deserializer=cachesvc_dot_v1_dot_managed__pb2.Outcomes.FromString,
+                _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/cachesvc.v1.Store/Delete',
+                request_serializer=cachesvc_dot_v1_dot_service__pb2.StoreKeys.SerializeToString,
+                response_deserializer=cachesvc_dot_v1_dot_managed__pb2.Outcomes.FromString,
+                _registered_method=True)
+
+
+class StoreServicer(object):
+    """Node-managed memory for small pages and other languages: here, other than on the local channel, bytes travel in messages.
+    Outcomes are one byte for each key (storage_backends/outcome.py).
+    """
+
+    def Put(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Get(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Contains(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Delete(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_StoreServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Put': grpc.unary_unary_rpc_method_handler(
+                    servicer.Put,
+                    request_deserializer=cachesvc_dot_v1_dot_service__pb2.PutPages.FromString,
+                    response_serializer=cachesvc_dot_v1_dot_managed__pb2.Outcomes.SerializeToString,
+            ),
+            'Get': grpc.unary_unary_rpc_method_handler(
+                    servicer.Get,
+                    request_deserializer=cachesvc_dot_v1_dot_service__pb2.GetPages.FromString,
+                    response_serializer=cachesvc_dot_v1_dot_service__pb2.PagesGot.SerializeToString,
+            ),
+            'Contains': grpc.unary_unary_rpc_method_handler(
+                    servicer.Contains,
+                    request_deserializer=cachesvc_dot_v1_dot_service__pb2.StoreKeys.FromString,
+                    response_serializer=cachesvc_dot_v1_dot_managed__pb2.Outcomes.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=cachesvc_dot_v1_dot_service__pb2.StoreKeys.FromString,
+                    response_serializer=cachesvc_dot_v1_dot_managed__pb2.Outcomes.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'cachesvc.v1.Store', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('cachesvc.v1.Store', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Store(object):
+    """Node-managed memory for small pages and other languages: here, other than on the local channel, bytes travel in messages.
+    Outcomes are one byte for each key (storage_backends/outcome.py).
+    """
+
+    @staticmethod
+    def Put(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachesvc.v1.Store/Put',
+            cachesvc_dot_v1_dot_service__pb2.PutPages.SerializeToString,
+            cachesvc_dot_v1_dot_managed__pb2.Outcomes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Get(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachesvc.v1.Store/Get',
+            cachesvc_dot_v1_dot_service__pb2.GetPages.SerializeToString,
+            cachesvc_dot_v1_dot_service__pb2.PagesGot.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Contains(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachesvc.v1.Store/Contains',
+            cachesvc_dot_v1_dot_service__pb2.StoreKeys.SerializeToString,
+            cachesvc_dot_v1_dot_managed__pb2.Outcomes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cachesvc.v1.Store/Delete',
+            cachesvc_dot_v1_dot_service__pb2.StoreKeys.SerializeToString,
+            cachesvc_dot_v1_dot_managed__pb2.Outcomes.FromString,
             options,
             channel_credentials,
             insecure,

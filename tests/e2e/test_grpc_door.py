@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cachesvc.rpc import channel_pb2, codec, service_pb2, service_pb2_grpc
+from storage_backends.base import Outcome
 from tests.helpers.daemon import HANG_S, DaemonProcess, Home
 from tests.helpers.engine import Engine
 
@@ -89,6 +90,85 @@ def test_what_cannot_be_meant_is_a_status_with_the_reason_and_the_daemon_lives(s
     assert 'cachesvc_grpc_calls_total{result="failed"} 0.0' in lines
 
 
+@pytest.fixture
+def store(home):
+    with DaemonProcess(home, "--memory.managed-bytes", "64 MiB") as daemon:
+        with grpc.insecure_channel(f"unix://{home.socket.with_name('grpc.sock')}") as channel:
+            yield service_pb2_grpc.StoreStub(channel)
+        lines = daemon.client.get("/metrics").text.splitlines()
+        assert 'cachesvc_grpc_calls_total{result="failed"} 0.0' in lines
+
+
+MIB = 1 << 20
+NAME = service_pb2.StoreName(tenant="t", namespace="n", page_bytes=1000, memory_bytes=MIB)
+KEYS = np.random.default_rng(2).integers(0, 256, (5, 32), dtype=np.uint8)
+PAGES = np.random.default_rng(3).integers(0, 256, (5, 1000), dtype=np.uint8)
+
+
+def put(store, name=NAME):
+    message = service_pb2.PutPages(store=name, keys=KEYS.tobytes(), pages=PAGES.tobytes())
+    return list(store.Put(message, timeout=HANG_S).outcomes)
+
+
+def test_pages_go_in_and_come_out(store):
+    assert put(store) == [Outcome.OK] * 5
+    assert put(store) == [Outcome.EXISTS] * 5
+    asked = np.concatenate([KEYS[3:], np.zeros((1, 32), np.uint8), KEYS[:1]])
+    keys = service_pb2.StoreKeys(store=NAME, keys=asked.tobytes())
+    there = [Outcome.OK, Outcome.OK, Outcome.MISS, Outcome.OK]
+    assert list(store.Contains(keys, timeout=HANG_S).outcomes) == there
+    got = store.Get(service_pb2.GetPages(store=NAME, keys=asked.tobytes()), timeout=HANG_S)
+    assert list(got.outcomes) == there
+    assert got.pages == PAGES[[3, 4, 0]].tobytes()
+    assert list(store.Delete(keys, timeout=HANG_S).outcomes) == there
+    got = store.Get(service_pb2.GetPages(store=NAME, keys=asked.tobytes()), timeout=HANG_S)
+    assert (list(got.outcomes), got.pages) == ([Outcome.MISS] * 4, b"")
+
+
+def test_tenants_and_namespaces_do_not_see_each_other(store):
+    put(store)
+    for other in (
+        service_pb2.StoreName(tenant="other", namespace="n", page_bytes=1000, memory_bytes=MIB),
+        service_pb2.StoreName(tenant="t", namespace="other", page_bytes=1000, memory_bytes=MIB),
+        service_pb2.StoreName(tenant="t", namespace="n", page_bytes=1001, memory_bytes=MIB),
+    ):
+        got = store.Get(service_pb2.GetPages(store=other, keys=KEYS.tobytes()), timeout=HANG_S)
+        assert (list(got.outcomes), got.pages) == ([Outcome.MISS] * 5, b"")
+
+
+def test_memory_of_stores_that_nobody_uses_now_serves_the_next_one(store):
+    for tenant in ("a", "b", "c"):
+        large = service_pb2.StoreName(tenant=tenant, namespace="n", page_bytes=1000, memory_bytes=40 * MIB)
+        assert put(store, large) == [Outcome.OK] * 5
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "keys", "pages", "code", "words"),
+    [
+        (1000, 5, 4999, grpc.StatusCode.INVALID_ARGUMENT, "4999 bytes"),
+        (1000, 0, 0, grpc.StatusCode.INVALID_ARGUMENT, "at least one key"),
+        (2**63, 1, 1, grpc.StatusCode.INVALID_ARGUMENT, "do not fit a message"),
+        (0, 1, 0, grpc.StatusCode.FAILED_PRECONDITION, "pages of 0 bytes"),
+    ],
+)
+def test_pages_that_cannot_be_meant_are_refused(store, page_bytes, keys, pages, code, words):
+    name = service_pb2.StoreName(tenant="t", namespace="n", page_bytes=page_bytes)
+    message = service_pb2.PutPages(store=name, keys=KEYS[:keys].tobytes(), pages=bytes(pages))
+    answer = refused(store.Put, message)
+    assert (answer[0], words in answer[1]) == (code, True), answer
+    assert put(store) == [Outcome.OK] * 5
+
+
+def test_without_managed_memory_a_store_is_refused_with_need_and_have(channel):
+    store = service_pb2_grpc.StoreStub(channel)
+    message = service_pb2.PutPages(store=NAME, keys=KEYS.tobytes(), pages=PAGES.tobytes())
+    code, details = refused(store.Put, message)
+    assert code == grpc.StatusCode.FAILED_PRECONDITION
+    assert all(word in details for word in ("need ", "have 0")), details
+    unnamed = service_pb2.StoreKeys(store=service_pb2.StoreName(page_bytes=1000), keys=KEYS.tobytes())
+    assert refused(store.Contains, unnamed)[0] == grpc.StatusCode.FAILED_PRECONDITION
+
+
 def test_health_and_reflection(channel):
     health = health_pb2_grpc.HealthStub(channel)
     for name in ("", SERVICE):
@@ -97,7 +177,7 @@ def test_health_and_reflection(channel):
         iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=HANG_S
     )
     names = {service.name for service in next(iter(listing)).list_services_response.service}
-    assert {SERVICE, "grpc.health.v1.Health"} <= names
+    assert {SERVICE, "cachesvc.v1.Store", "grpc.health.v1.Health"} <= names
 
 
 def test_health_says_when_the_daemon_goes_away(channel, daemon):
