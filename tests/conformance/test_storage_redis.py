@@ -75,12 +75,17 @@ class InLayers(OnServer):
 
 
 class OnCluster(OnServer):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def cluster_client(cls, valkey_cluster: list[Server]) -> Iterator[redis.RedisCluster]:
+        client = redis.RedisCluster("127.0.0.1", valkey_cluster[0].port)
+        yield client
+        client.close()
+
     @pytest.fixture(autouse=True)
-    def _setting(self, valkey_cluster: list[Server]) -> Iterator[None]:
+    def _setting(self, valkey_cluster: list[Server], cluster_client: redis.RedisCluster) -> None:
         self.options = {"url": valkey_cluster[1].tcp_url, "cluster": True, "prefix": fresh_prefix()}
-        self.client = redis.RedisCluster("127.0.0.1", valkey_cluster[0].port)  # type: ignore[assignment]
-        yield
-        self.client.close()
+        self.client = cluster_client  # type: ignore[assignment]
 
 
 class TestUnixSocket(OnServer, StorageConformance):
