@@ -33,7 +33,7 @@ def starts_alike(parts: list[memoryview], value: bytes) -> bool:
     return True
 
 
-def fill(parts: list[memoryview], value: bytes) -> bool:
+def fill(parts: list[memoryview], value: bytes | memoryview) -> bool:
     """Copy as much of `value` as fits into `parts`; whether both are of one length."""
     at = 0
     for part in parts:

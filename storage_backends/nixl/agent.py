@@ -1,4 +1,4 @@
-"""A NIXL agent with one plug-in: memory on one side, open files on the other.
+"""A NIXL agent with one plug-in: memory on one side, files or objects on the other.
 
 DESIGN. NIXL moves nothing that is not registered. Registering is cheap for POSIX and dear for others, so large memory
 (a region, a pool of scratch) is registered whole when it is first met, and stays so: under its address range, until
@@ -42,18 +42,29 @@ class _Range:
     users: int = 0
 
 
+@dataclass(frozen=True)
+class Target:
+    """One file or object. number: the descriptor of an open file, or any number no other transfer uses just now."""
+
+    number: int
+    num_bytes: int
+    key: str = ""
+    """Of an object; empty for files."""
+
+
 class TransferFailed(Exception):
     """Something in a transfer went wrong; NIXL does not say what, or with which object."""
 
 
 class Agent:
-    """plugin: the name of a NIXL plug-in that moves files. Raises StorageConfigError where it does not load."""
+    """plugin, parameters: of NIXL. kind: what it moves memory to and from, FILE or OBJ. Raises StorageConfigError where
+    the plug-in does not load."""
 
-    def __init__(self, plugin: str, parameters: dict[str, str]) -> None:
+    def __init__(self, plugin: str, parameters: dict[str, str], kind: str = "FILE") -> None:
         # It reports every step on standard output, which is not its own.
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._name = f"cachesvc-{id(self):x}"
-        self._plugin = plugin
+        self._kind = kind
         self._agent: Any = nixl_agent(self._name, nixl_agent_config(backends=[]))
         self._lock = threading.Lock()
         self._ranges: OrderedDict[tuple[int, int], _Range] = OrderedDict()
@@ -63,18 +74,19 @@ class Agent:
         except Exception as error:
             # NIXL has an exception class per status, in a module named after the CUDA build.
             loadable = ", ".join(sorted(self._agent.get_plugin_list()))
+            # Parameters by name only: some are secrets.
             raise StorageConfigError(
-                f"the NIXL plug-in {plugin!r} with {parameters or 'no parameters'} does not load here: "
+                f"the NIXL plug-in {plugin!r} with {sorted(parameters) or 'no parameters'} does not load here: "
                 f"{type(error).__name__}; installed plug-ins: {loadable}"
             ) from error
 
-    def read(self, files: Sequence[tuple[int, int]], segments: Segments) -> None:
-        """files: (descriptor, bytes) of each object, whose content goes to its segments. Raises TransferFailed."""
-        self._move("READ", files, segments)
+    def read(self, targets: Sequence[Target], segments: Segments) -> None:
+        """The content of each target goes to its segments, which are as long. Raises TransferFailed."""
+        self._move("READ", targets, segments)
 
-    def write(self, files: Sequence[tuple[int, int]], segments: Segments) -> None:
+    def write(self, targets: Sequence[Target], segments: Segments) -> None:
         """The other way."""
-        self._move("WRITE", files, segments)
+        self._move("WRITE", targets, segments)
 
     def close(self) -> None:
         """Gives up all memory and the plug-in, in this order and now: NIXL may crash when a process ends with them."""
@@ -84,21 +96,22 @@ class Agent:
             self._ranges.clear()
             self._agent = None
 
-    def _move(self, operation: str, files: Sequence[tuple[int, int]], segments: Segments) -> None:
+    def _move(self, operation: str, targets: Sequence[Target], segments: Segments) -> None:
         local = np.stack([segments.addresses, segments.lengths, np.zeros_like(segments.lengths)], axis=1)
         with self._lock, self._memory(segments):
             handle = None
-            opened = self._agent.register_memory([(0, size, fd, "") for fd, size in files], "FILE")
+            named = [(0, target.num_bytes, target.number, target.key) for target in targets]
+            opened = self._agent.register_memory(named, self._kind)
             try:
                 handle = self._agent.initialize_xfer(
                     operation,
                     self._agent.get_xfer_descs(np.ascontiguousarray(local), "DRAM"),
-                    self._agent.get_xfer_descs(_in_files(files, segments), "FILE"),
+                    self._agent.get_xfer_descs(_in_targets(targets, segments), self._kind),
                     self._name,
                 )
                 self._wait(handle)
             except Exception as error:
-                raise TransferFailed(f"{operation} of {len(files)} files: {type(error).__name__}") from error
+                raise TransferFailed(f"{operation} of {len(targets)} targets: {type(error).__name__}") from error
             finally:
                 if handle is not None:
                     self._agent.release_xfer_handle(handle)
@@ -160,14 +173,14 @@ class Agent:
         self._agent.deregister_memory(self._ranges.pop(key).handle)
 
 
-def _in_files(files: Sequence[tuple[int, int]], segments: Segments) -> NDArray[np.uint64]:
-    """uint64[m, 3]: offset, length and descriptor of each segment, one object after the other."""
+def _in_targets(targets: Sequence[Target], segments: Segments) -> NDArray[np.uint64]:
+    """uint64[m, 3]: offset, length and number of each segment, one target after the other."""
     counts = np.diff(segments.offsets)
     ends = np.cumsum(segments.lengths)
     starts = ends - segments.lengths
     firsts = np.append(starts, 0)[segments.offsets[:-1]]
-    descriptors = np.array([fd for fd, _ in files], dtype=np.uint64)
-    rows = (starts - np.repeat(firsts, counts), segments.lengths, np.repeat(descriptors, counts))
+    numbers = np.array([target.number for target in targets], dtype=np.uint64)
+    rows = (starts - np.repeat(firsts, counts), segments.lengths, np.repeat(numbers, counts))
     return np.ascontiguousarray(np.stack(rows, axis=1).astype(np.uint64))
 
 

@@ -5,18 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from storage_backends.base import Capabilities
+from storage_backends.base import Capabilities, StorageBackend
 from storage_backends.errors import StorageConfigError
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.directory import ObjectDirectory
 from storage_backends.nixl.agent import Agent
-from storage_backends.nixl.config import NixlConfig
+from storage_backends.nixl.config import OBJECTS, NixlConfig
 from storage_backends.nixl.directory import NIXL_CAPABILITIES, NixlDirectory
 
 
-def open_backend(options: Mapping[str, object]) -> NixlBackend:
+def open_backend(options: Mapping[str, object]) -> StorageBackend:
     """Entry point `nixl` of `cachesvc.storage_backends`. Raises StorageConfigError where the plug-in does not load."""
+    if options.get("plugin") == OBJECTS:
+        return _open_objects({name: value for name, value in options.items() if name != "plugin"})
     return NixlBackend(NixlConfig.parse(options))
+
+
+def _open_objects(options: Mapping[str, object]) -> StorageBackend:
+    try:
+        from storage_backends.nixl.objects import open_objects  # needs boto3, files do not
+    except ImportError as error:
+        raise StorageConfigError(
+            f"plugin={OBJECTS!r} needs the package {error.name!r} too; pip install 'cachesvc[s3]'"
+        ) from error
+    return open_objects(options)
 
 
 class NixlBackend(FileBackend):

@@ -10,7 +10,9 @@ from typing import Final
 from storage_backends.file.config import FileConfig
 from storage_backends.options import byte_size, check_names, one_of, path_of, whole_number
 
-PLUGINS: Final = ("POSIX", "GDS", "GDS_MT")
+OBJECTS: Final = "OBJ"
+"""The plug-in that moves objects of S3 instead of files; its options are in objects.py."""
+PLUGINS: Final = ("POSIX", "GDS", "GDS_MT", OBJECTS)
 ENGINES: Final = {
     "auto": {},
     "aio": {"use_aio": "true"},

@@ -23,7 +23,7 @@ from storage_backends.base import Capabilities, ObjectIds, Segments, check_batch
 from storage_backends.file.config import FileConfig
 from storage_backends.file.directory import CAPABILITIES, ObjectDirectory
 from storage_backends.names import names_of
-from storage_backends.nixl.agent import Agent, TransferFailed
+from storage_backends.nixl.agent import Agent, Target, TransferFailed
 
 NIXL_CAPABILITIES: Final = replace(CAPABILITIES, name="nixl")
 GROUP: Final = 64
@@ -99,7 +99,7 @@ class NixlDirectory(ObjectDirectory):
 
     def _moved(
         self,
-        move: Callable[[Sequence[tuple[int, int]], Segments], None],
+        move: Callable[[Sequence[Target], Segments], None],
         files: dict[int, int],
         lengths: NDArray[np.int64],
         segments: Segments,
@@ -108,7 +108,7 @@ class NixlDirectory(ObjectDirectory):
         if not files:
             return False
         try:
-            move([(fd, int(lengths[i])) for i, fd in files.items()], segments.take(np.array(list(files))))
+            move([Target(fd, int(lengths[i])) for i, fd in files.items()], segments.take(np.array(list(files))))
         except TransferFailed:
             return False
         return True

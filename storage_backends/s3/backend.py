@@ -48,7 +48,7 @@ def open_backend(options: Mapping[str, object]) -> PerObjectBackend:
     it opens all the same: a service that is away may be back at any time.
     """
     config = S3Config.parse(options)
-    _check_bucket(config)
+    check_bucket(config)
     return PerObjectBackend(CAPABILITIES, S3Store(make_client(config), config), config.connections)
 
 
@@ -83,7 +83,8 @@ def make_client(config: S3Config) -> Any:
         raise StorageConfigError(f"no S3 client with these options: {error}") from error
 
 
-def _check_bucket(config: S3Config) -> None:
+def check_bucket(config: S3Config) -> None:
+    """Raises StorageConfigError where the bucket is not there or not for us."""
     short = replace(
         config,
         connect_timeout_s=min(_ANSWER_S, config.connect_timeout_s),

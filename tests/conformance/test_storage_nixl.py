@@ -1,4 +1,4 @@
-"""The conformance suite on the NIXL backend: POSIX plug-in, bare and as a node opens it."""
+"""The conformance suite on the NIXL backend: files by POSIX, objects by OBJ; bare and as a node opens it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from storage_backends.base import StorageBackend
+from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.layers.stack import LayerOptions, in_layers
 from storage_backends.nixl.backend import open_backend as nixl_backend
 from storage_backends.testing.conformance import StorageConformance
+from tests.conformance.test_storage_s3 import OnS3
 
 NAMESPACE = bytes(range(32))
 ROOM = 24
@@ -82,3 +84,30 @@ class TestNixlInLayers(OnFiles, StorageConformance):
     def reopen(self, backend: StorageBackend) -> StorageBackend:
         backend.close()
         return self.open()
+
+
+class TestNixlObjects(OnS3, StorageConformance):
+    """The OBJ plug-in, on a real server; keys are those of the S3 backend."""
+
+    @pytest.fixture
+    def backend(self) -> Iterator[StorageBackend]:
+        backend = self.open()
+        yield backend
+        backend.close()
+
+    def open(self) -> StorageBackend:
+        return nixl_backend({**self.server.options, "prefix": self.prefix, "connections": 4, "plugin": "OBJ"})
+
+    def reopen(self, backend: StorageBackend) -> StorageBackend:
+        backend.close()
+        return self.open()
+
+
+class TestNixlObjectsInLayers(TestNixlObjects):
+    def open(self) -> StorageBackend:
+        stack = in_layers(super().open(), LayerOptions(deadline_s=60))
+        backend = ChecksumLayer(CapacityLayer(stack, 16 * (self.object_bytes + 128)), NAMESPACE)
+        assert backend.wait_ready(30)
+        return backend
+
+    concurrent_rounds = 3

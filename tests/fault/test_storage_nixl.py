@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,19 +17,22 @@ from storage_backends.errors import StorageConfigError
 from storage_backends.file.backend import open_backend as file_backend
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.names import names_of
-from storage_backends.nixl.agent import KEPT_RANGES, Agent, TransferFailed
+from storage_backends.nixl.agent import KEPT_RANGES, Agent, Target, TransferFailed
 from storage_backends.nixl.backend import NixlBackend, open_backend
 from storage_backends.nixl.config import NixlConfig
 from storage_backends.nixl.directory import GROUP
+from storage_backends.s3.backend import open_backend as s3_backend
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.helpers.resources import growth, resources
+from tests.helpers.scripted_s3 import ScriptedS3, status, value
+from tests.helpers.seaweed import Seaweed
 
 SIZE = 8192
 
 
 @contextmanager
 def opened(root: Path, **options: object) -> Iterator[NixlBackend]:
-    backend = open_backend({"path": root, "capacity_bytes": "64 MiB", "threads": 1, **options})
+    backend = NixlBackend(NixlConfig.parse({"path": root, "capacity_bytes": "64 MiB", "threads": 1, **options}))
     try:
         assert backend.wait_ready(30)
         yield backend
@@ -191,6 +196,62 @@ class TestMemory:
         assert growth(before) == []
 
 
+class TestObjects:
+    """The OBJ plug-in, on a real server."""
+
+    @pytest.fixture
+    def options(self, seaweed: Seaweed) -> dict[str, object]:
+        return {**seaweed.options, "prefix": f"{uuid.uuid4().hex}/", "plugin": "OBJ", "connections": 4}
+
+    def test_nixl_moves_the_bodies(self, options: dict[str, object]) -> None:
+        ids, pages, target = make_ids(6), Buffers.make(6, SIZE, seed=1), Buffers.make(6, SIZE)
+        with closing(open_backend(options)) as backend:
+            assert (backend.put_from(ids, pages.segments(cuts=[128])) == Outcome.OK).all()
+            assert (backend.get_into(ids, target.segments(cuts=[128])) == Outcome.OK).all()
+            assert backend._store.num_by_boto3 == 0  # type: ignore[attr-defined]
+            assert (backend.put_from(ids, pages.segments()) == Outcome.EXISTS).all()
+        assert np.array_equal(target.rows, pages.rows)
+
+    def test_the_s3_backend_reads_it(self, options: dict[str, object]) -> None:
+        ids, pages, target = make_ids(2), Buffers.make(2, SIZE, seed=1), Buffers.make(2, SIZE)
+        with closing(open_backend(options)) as backend:
+            backend.put_from(ids, pages.segments())
+        plain = {name: value for name, value in options.items() if name != "plugin"}
+        with closing(s3_backend(plain)) as backend:
+            assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
+        assert np.array_equal(target.rows, pages.rows)
+
+    def test_what_nixl_fails_at_is_done_again(
+        self, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(targets: object, segments: object) -> None:
+            raise TransferFailed("on purpose")
+
+        ids, pages, target = make_ids(2), Buffers.make(2, SIZE, seed=1), Buffers.make(2, SIZE)
+        with closing(open_backend(options)) as backend:
+            store = backend._store  # type: ignore[attr-defined]
+            monkeypatch.setattr(store._agent, "read", fail)
+            monkeypatch.setattr(store._agent, "write", fail)
+            assert (backend.put_from(ids, pages.segments()) == Outcome.OK).all()
+            assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
+            assert store.num_by_boto3 == 4
+        assert np.array_equal(target.rows, pages.rows)
+
+    def test_a_service_that_refuses_is_told_as_by_s3(self) -> None:
+        with ScriptedS3() as server, closing(open_backend({**server.options, "plugin": "OBJ"})) as backend:
+            pages = Buffers.make(1, SIZE, seed=1)
+            server.add("PUT", *[status(403, "AccessDenied")] * 4)
+            assert backend.put_from(make_ids(1), pages.segments()).tolist() == [Outcome.FAILED]
+            server.add("HEAD", value(bytes(SIZE)))
+            server.add("GET", *[status(403, "AccessDenied")] * 4)
+            assert backend.get_into(make_ids(1), pages.segments()).tolist() == [Outcome.FAILED]
+
+    def test_missing_boto3_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "storage_backends.nixl.objects", None)
+        with pytest.raises(StorageConfigError, match=r"plugin='OBJ' needs the package .*pip install 'cachesvc\[s3\]'"):
+            open_backend({"plugin": "OBJ", "bucket": "pages"})
+
+
 class TestOpening:
     @pytest.mark.parametrize("plugin", ["GDS", "GDS_MT"])
     def test_a_plugin_that_does_not_load(self, tmp_path: Path, plugin: str) -> None:
@@ -207,7 +268,7 @@ class TestOpening:
         [
             ({"pth": "/x"}, "'nixl' has no option 'pth'; did you mean 'path'"),
             ({}, "path='' is not a path"),
-            ({"path": "/x", "plugin": "S3"}, "plugin='S3' is not one of POSIX, GDS, GDS_MT"),
+            ({"path": "/x", "plugin": "S3"}, "plugin='S3' is not one of POSIX, GDS, GDS_MT, OBJ"),
             ({"path": "/x", "engine": "fast"}, "engine='fast' is not one of auto, aio, uring, posix_aio"),
         ],
     )
@@ -220,5 +281,5 @@ class TestOpening:
         """A descriptor that is not open."""
         with closing(Agent("POSIX", {})) as agent:
             rows = np.zeros((1, SIZE), dtype=np.uint8)
-            with pytest.raises(TransferFailed, match="READ of 1 files"):
-                agent.read([(999_999, SIZE)], Segments.of_rows(rows))
+            with pytest.raises(TransferFailed, match="READ of 1 targets"):
+                agent.read([Target(999_999, SIZE)], Segments.of_rows(rows))
