@@ -33,6 +33,7 @@ from cachesvc.daemon.loop import new_event_loop
 from cachesvc.identity import Identity
 from cachesvc.node.events import Event, OpEnded
 from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
 
 SMALL = Identity(
     model_id="bench",
@@ -57,6 +58,7 @@ LARGE = Identity(
 """Pages of 2 MiB."""
 NUM_KNOWN = 1600
 NUM_COPIED = 64
+MANAGED_BYTES = 512 << 20
 PATIENT = ChannelClientOptions(call_timeout_s=30.0)
 Keys = NDArray[np.uint8]
 
@@ -77,8 +79,11 @@ def fill(region: Region, keys: Keys) -> NDArray[np.int32]:
 
 
 def node(path: Path) -> None:
-    """Has `known_keys` in small frames, and the first of them in large ones."""
-    with Node() as served, asyncio.Runner(loop_factory=new_event_loop) as runner:
+    """Has `known_keys` in small frames, the first of them in large ones, and memory for `bench.managed`."""
+    with (
+        Node(options=NodeOptions(managed_bytes=MANAGED_BYTES)) as served,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
+    ):
         for identity, group, count in ((SMALL, "small", NUM_KNOWN), (LARGE, "large", NUM_COPIED)):
             session = served.attach(AttachRequest(identity, group, count, identity.page_bytes()))
             served.publish(session, fill(session.region, known_keys(count)))
