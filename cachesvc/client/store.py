@@ -79,7 +79,7 @@ def connect_store(
 class Store:
     """Pages by key. Made by `connect_store`; `close` it, or use `with`.
 
-    keys: uint8 [n, 32], C-contiguous, any digests. pages, out: uint8 [n, page_bytes] whose rows are contiguous, or
+    keys: uint8 [n, 32], any digests. pages, out: uint8 [n, page_bytes] whose rows are contiguous, or
     uint64 [n] addresses of `page_bytes` bytes each, which the caller keeps valid during the call. What does not fit is
     a ValueError that names expected and got. Results are uint8 [n] of `Outcome`, never an exception; UNAVAILABLE: the
     node is away, TIMEOUT: the call's time was over first.

@@ -33,10 +33,9 @@ def page_keys(tokens: ArrayLike, page_tokens: int, *, scope: bytes = NO_SCOPE, p
 
 
 def check_keys(keys: Keys) -> None:
-    """uint8 [n, 32], C-contiguous."""
-    if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32 or not keys.flags.c_contiguous:
-        layout = "" if keys.flags.c_contiguous else ", not contiguous"
-        raise ValueError(f"keys: expected C-contiguous uint8 [n, 32], got {keys.dtype} {list(keys.shape)}{layout}")
+    """uint8 [n, 32]."""
+    if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != 32:
+        raise ValueError(f"keys: expected uint8 [n, 32], got {keys.dtype} {list(keys.shape)}")
 
 
 def page_addresses(name: str, pages: NDArray[np.uint8] | U64, count: int, page_bytes: int, *, writable: bool) -> U64:

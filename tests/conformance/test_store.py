@@ -75,6 +75,7 @@ def test_any_subset_in_any_order(store):
     store.put(KEYS[:10], PAGES[:10])
     assert got(store, np.array([7, 200, 3, 3, 201])) == [OK, MISS, OK, OK, MISS]
     assert store.contains(KEYS[[7, 200, 3]]).tolist() == [OK, MISS, OK]
+    assert store.contains(KEYS[11:5:-1]).tolist() == [MISS] * 2 + [OK] * 4
 
 
 def test_a_call_of_more_pages_than_the_slab_has(store, tiers):
