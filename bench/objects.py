@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nixl._api import nixl_agent, nixl_agent_config
-
 from bench.harness import Measurement, Run, figure
 from storage_backends.base import ObjectIds, Outcome, StorageBackend
 from storage_backends.layers.stack import LayerOptions, in_layers
+from storage_backends.nixl.agent import NIXL
 from storage_backends.nixl.backend import NixlBackend
 from storage_backends.nixl.config import NixlConfig
 from storage_backends.per_object import PerObjectBackend
@@ -151,7 +150,7 @@ class NixlSetting:
             config = NixlConfig(root / "objects", 8 * FILES * FILE_BYTES)
             backend = NixlBackend(config)
             backend.wait_ready()
-            agent = nixl_agent("bench", nixl_agent_config(backends=[]))
+            agent = NIXL.nixl_agent("bench", NIXL.nixl_agent_config(backends=[]))
             agent.create_backend("POSIX", config.parameters())
             frames = Buffers.make(FILES, FILE_BYTES, seed=1)
             memory = agent.register_memory([(frames.rows.ctypes.data, frames.rows.nbytes, 0, "")], "DRAM")

@@ -27,7 +27,7 @@ BUILT_IN = {
 }
 INSTALL = {
     "fsspec": "pip install 'cachesvc[fsspec]'",
-    "nixl": "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1",  # with its dependencies it takes two builds of CUDA
+    "nixl": "pip install --no-deps nixl-cu12==1.5.1",  # its dependencies bring CUDA, which it runs without
     "redis": "pip install 'cachesvc[redis]'",
     "s3": "pip install 'cachesvc[s3]'",
 }

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from nixl._api import nixl_agent, nixl_agent_config
 from numpy.typing import NDArray
 
 from storage_backends.base import Segments
 from storage_backends.errors import StorageConfigError
+from storage_backends.nixl.build import load_nixl
 
+NIXL: Final = load_nixl()
 KEPT_RANGES: Final = 64
 LARGE_BYTES: Final = 2**20
 """Memory from this size on stays registered."""
@@ -65,7 +66,7 @@ class Agent:
         logging.getLogger("nixl").setLevel(logging.WARNING)
         self._name = f"cachesvc-{id(self):x}"
         self._kind = kind
-        self._agent: Any = nixl_agent(self._name, nixl_agent_config(backends=[]))
+        self._agent: Any = NIXL.nixl_agent(self._name, NIXL.nixl_agent_config(backends=[]))
         self._lock = threading.Lock()
         self._ranges: OrderedDict[tuple[int, int], _Range] = OrderedDict()
         self.registrations = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
@@ -17,10 +18,12 @@ from storage_backends.errors import StorageConfigError
 from storage_backends.file.backend import open_backend as file_backend
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.names import names_of
+from storage_backends.nixl import build
 from storage_backends.nixl.agent import KEPT_RANGES, Agent, Target, TransferFailed
 from storage_backends.nixl.backend import NixlBackend, open_backend
 from storage_backends.nixl.config import NixlConfig
 from storage_backends.nixl.directory import GROUP
+from storage_backends.registry import INSTALL
 from storage_backends.s3.backend import open_backend as s3_backend
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.helpers.resources import growth, resources
@@ -257,6 +260,19 @@ class TestOpening:
     def test_a_plugin_that_does_not_load(self, tmp_path: Path, plugin: str) -> None:
         with pytest.raises(StorageConfigError, match=rf"plug-in '{plugin}' .*does not load here.*POSIX"):
             open_backend({"path": tmp_path, "plugin": plugin})
+
+    def test_no_torch(self) -> None:
+        """The daemon starts without it."""
+        code = "import sys, storage_backends.nixl.backend; sys.exit('torch' in sys.modules)"
+        path = os.pathsep.join(filter(None, sys.path))
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=True)
+
+    def test_no_build_is_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(build, "BUILDS", ("nixl_cu00", "nixl_cu01"))
+        with pytest.raises(ImportError, match="none of nixl_cu00, nixl_cu01 is installed") as raised:
+            build.load_nixl()
+        assert raised.value.name == "nixl_cu00"
+        assert "pip install --no-deps nixl-cu12" in INSTALL["nixl"]
 
     def test_a_path_that_cannot_be_used(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(b"")

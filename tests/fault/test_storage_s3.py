@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from storage_backends.base import Outcome, StorageBackend
-from storage_backends.errors import StorageConfigError, StorageError
+from storage_backends.errors import StorageConfigError, StorageError, StorageTimeout
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.names import names_of
 from storage_backends.per_object import ObjectError
@@ -29,6 +29,7 @@ from tests.helpers.scripted_s3 import (
     ScriptedS3,
     chunked,
     cut,
+    half_close,
     nothing,
     silence,
     status,
@@ -209,6 +210,26 @@ class TestSlowness:
             store.read("name", [memoryview(bytearray(3 * 1024 * 1024))])
         assert raised.value.outcome is Outcome.TIMEOUT
         store.close()
+
+    def test_a_caller_waits_no_longer_than_the_deadline(self, scripted: ScriptedS3) -> None:
+        """Ten seconds for an answer, half a second for a caller; then all is well again."""
+        options = {**scripted.options, "connections": 4, "request_timeout_s": 10}
+        with closing(open_backend("s3", {**options, "layers": {"deadline_s": 0.5}})) as backend:
+            scripted.add("GET", silence)
+            with pytest.raises(StorageTimeout):
+                get(backend)
+            assert backend.tallies()["deadline_exceeded"] == 1
+            scripted.add("GET", value(bytes(SIZE)))
+            assert get(backend) == [Outcome.OK]
+            scripted.release()
+
+    def test_connections_that_the_service_closed_meanwhile(self, scripted: ScriptedS3) -> None:
+        """Kept open by us, half closed by the other side: the next call takes a new one and does not fail."""
+        with opened(scripted.options, connections=1) as backend:
+            for _ in range(3):
+                scripted.add("GET", half_close(bytes(SIZE)))
+                assert get(backend) == [Outcome.OK]
+        assert scripted.num_connections >= 3
 
     def test_one_connection_per_thread_and_no_more(
         self, scripted: ScriptedS3, caplog: pytest.LogCaptureFixture

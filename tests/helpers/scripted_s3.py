@@ -71,6 +71,16 @@ def chunked(body: bytes) -> Answer:
     return answer
 
 
+def half_close(body: bytes) -> Answer:
+    """An object, and no more from this side; the other side is still heard."""
+
+    def answer(connection: Connection) -> None:
+        connection.reply(200, body)
+        connection.socket.shutdown(socket.SHUT_WR)
+
+    return answer
+
+
 def nothing(connection: Connection) -> None:
     """The end, without an answer."""
 
@@ -109,6 +119,10 @@ class ScriptedS3:
                 one.shutdown(socket.SHUT_RDWR)
         for thread in self._threads[1:]:
             thread.join()
+
+    def release(self) -> None:
+        """Connections kept in silence end."""
+        self._stopped.set()
 
     @property
     def options(self) -> dict[str, object]:
