@@ -279,8 +279,8 @@ class RedisBackend(StorageBackend):
 
     def tallies(self) -> Mapping[str, int]:
         """redis_temporaries_left: objects never shown that could not be removed; they vanish within a minute.
-        redis_connections_dropped: after an error, with the request that was on them."""
-        return {"redis_temporaries_left": self._temporaries_left, "redis_connections_dropped": self._spread.num_dropped}
+        redis_exchanges_failed: those that ended in an error; their connections were dropped."""
+        return {"redis_temporaries_left": self._temporaries_left, "redis_exchanges_failed": self._spread.num_failed}
 
     def close(self) -> None:
         if self._calls.close():

@@ -18,6 +18,7 @@ DEFAULT_CONNECTIONS = 4
 _SCHEMES = {"redis": "redis", "rediss": "rediss", "unix": "unix", "valkey": "redis", "valkeys": "rediss"}
 _PREFIX = re.compile(r"[A-Za-z0-9:_./-]{0,64}")  # nothing that a hash tag or a SCAN pattern gives a meaning to
 _MAX_TTL_S = 10 * 365 * 86400
+_MIN_TTL_S = 60  # as long as a temporary object may take to become visible
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class RedisConfig:
             tls_key_file=_file(options, "tls_key_file"),
             tls_verify=flag("tls_verify", options.get("tls_verify", True)),
             prefix=_prefix(options.get("prefix", DEFAULT_PREFIX)),
-            ttl_s=None if ttl is None else whole_number("ttl_s", ttl, 1, _MAX_TTL_S),
+            ttl_s=None if ttl is None else whole_number("ttl_s", ttl, _MIN_TTL_S, _MAX_TTL_S),
             connections=whole_number("connections", options.get("connections", DEFAULT_CONNECTIONS), 1, 256),
             timeout_s=seconds("timeout_s", options.get("timeout_s", 2.0), 0.01, 3600),
             connect_timeout_s=seconds("connect_timeout_s", options.get("connect_timeout_s", 1.0), 0.01, 3600),

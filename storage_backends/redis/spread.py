@@ -31,8 +31,8 @@ class Spread:
         self._connections = connections
         self._workers = Workers("storage-redis", _NUM_THREADS)
         self._lock = threading.Lock()
-        self.num_dropped = 0
-        """Connections dropped so far, with what was on them."""
+        self.num_failed = 0
+        """Exchanges that ended in an error so far; their connections, where they had one, were dropped."""
 
     def do(self, ids: ObjectIds, work: Work, lengths: NDArray[np.int64] | None = None) -> Outcomes:
         """`work` wherever the objects are. lengths: bytes that each of them moves, if any.
@@ -87,7 +87,7 @@ class Spread:
                     work(wire, piece.which, result)
             except StorageError as error:
                 with self._lock:
-                    self.num_dropped += 1
+                    self.num_failed += 1
                     failed.append((piece, error))
 
         if len(pieces) == 1:

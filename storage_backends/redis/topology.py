@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from redis.backoff import NoBackoff
 from redis.connection import (
-    BlockingConnectionPool,
     Connection,
     ConnectionPool,
     SSLConnection,
@@ -29,7 +29,7 @@ from redis.connection import (
 from redis.retry import Retry
 
 from storage_backends.base import ObjectIds
-from storage_backends.errors import StorageError, StorageFailed, StorageUnavailable
+from storage_backends.errors import StorageError, StorageFailed, StorageThrottled, StorageUnavailable
 from storage_backends.redis.config import Address, RedisConfig
 from storage_backends.redis.names import NUM_SLOTS, slot_table, slots_of
 from storage_backends.redis.replies import errors_of, is_error
@@ -49,12 +49,19 @@ class Server:
         self.address = address
         self._timeout_s = config.timeout_s
         self._pool: ConnectionPool = _pool(address, config)
+        # Here and not in the pool: that all connections are busy says nothing about the server.
+        self._places = threading.BoundedSemaphore(config.connections)
 
     @contextmanager
     def exchange(self) -> Iterator[Wire]:
-        """A connection of one's own; errors come out as StorageError."""
-        with errors_of(self.address), checked_out(self._pool, self._timeout_s) as wire:
-            yield wire
+        """A connection of one's own; errors come out as StorageError, StorageThrottled when none gets free in time."""
+        if not self._places.acquire(timeout=self._timeout_s):
+            raise StorageThrottled("all connections are busy", server=str(self.address))
+        try:
+            with errors_of(self.address), checked_out(self._pool, self._timeout_s) as wire:
+                yield wire
+        finally:
+            self._places.release()
 
     def ask(self, command: bytes) -> Reply:
         """The reply to one command. Raises StorageFailed when the server refuses it."""
@@ -215,7 +222,7 @@ def _ranges(reply: Reply) -> Sequence[tuple[int, int, tuple[bytes, int], object]
 
 
 def _pool(address: Address, config: RedisConfig) -> ConnectionPool:
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "username": config.username,
         "password": config.password,
         "socket_timeout": config.timeout_s,
@@ -233,12 +240,10 @@ def _pool(address: Address, config: RedisConfig) -> ConnectionPool:
     if config.uses_tls:
         kind = SSLConnection
         options |= _tls(config)
-    return BlockingConnectionPool(
-        max_connections=config.connections, timeout=config.timeout_s, connection_class=kind, **options
-    )
+    return ConnectionPool(connection_class=kind, max_connections=config.connections, **options)
 
 
-def _tls(config: RedisConfig) -> dict[str, object]:
+def _tls(config: RedisConfig) -> dict[str, Any]:
     paths = {
         "ssl_ca_certs": config.tls_ca_file,
         "ssl_certfile": config.tls_cert_file,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from storage_backends.errors import (
     StorageConfigError,
     StorageError,
     StorageFailed,
+    StorageThrottled,
     StorageTimeout,
     StorageUnavailable,
 )
@@ -138,7 +140,7 @@ class TestAway:
             for _ in range(3):
                 assert backend.get_into(second, target.segments()).tolist() == [Outcome.OK]
                 assert np.array_equal(target.rows[0], pages.rows[1])
-            assert backend.tallies()["redis_connections_dropped"] == 2
+            assert backend.tallies()["redis_exchanges_failed"] == 2
 
     def test_silent_costs_a_call_its_deadline_and_then_nothing(self, own_server: Server) -> None:
         """The server's own time-out is far away."""
@@ -360,6 +362,28 @@ class TestLies:
     def connections(self, scripted: ScriptedRedis) -> list[int]:
         """Over which each GET came."""
         return [number for number, asked in scripted.asked if asked[0] == b"GET"]
+
+    def test_busy_connections_are_no_failure_of_the_server(self, scripted: ScriptedRedis) -> None:
+        """One call gets its value drop by drop; the other finds no connection, and no circuit hears of it."""
+        asked, stop = threading.Event(), threading.Event()
+
+        def drips(connection: socket.socket, _: list[bytes]) -> bool:
+            connection.sendall(b"$8192\r\n")
+            asked.set()
+            while not stop.wait(0.01):
+                connection.sendall(b"x")
+            return False
+
+        scripted.script.append(drips)
+        with closing(opened(url=scripted.url, timeout_s=0.1, connections=1)) as backend, ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(backend.get_into, make_ids(1), Buffers.make(1, SIZE).segments())
+            assert asked.wait(60)
+            with pytest.raises(StorageThrottled, match="all connections are busy"):
+                backend.contains(make_ids(1))
+            stop.set()
+            with pytest.raises(StorageUnavailable):
+                slow.result()
+            assert backend.contains(make_ids(1)).tolist() == [Outcome.MISS]
 
     def test_user_and_database_come_first_on_every_connection(self, scripted: ScriptedRedis) -> None:
         options = {"url": f"{scripted.url}/7", "username": "me", "password": "secret", "connections": 1}

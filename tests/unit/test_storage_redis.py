@@ -75,7 +75,7 @@ class TestOptions:
             ({"password": "hidden", "password_file": "/etc/hostname"}, "give one of them"),
             ({"tls_ca_file": "/no/such/file"}, "tls_ca_file: '/no/such/file' cannot be read: No such file"),
             ({"prefix": "a{b}"}, "prefix='a{b}' must be at most 64"),
-            ({"ttl_s": 0}, "ttl_s=0 is not within"),
+            ({"ttl_s": 59}, "ttl_s=59 is not within 60"),
             ({"connections": 0}, "connections=0 is not within 1 to 256"),
             ({"timeout_s": "soon"}, "timeout_s='soon' is not a number of seconds"),
         ],
