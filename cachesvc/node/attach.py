@@ -72,15 +72,15 @@ class Roster:
         self._groups[request.group] = (request.identity, count + 1)
         self._sessions[session.session_id] = session
 
-    def leaving(self, region_id: bytes) -> Session | None:
-        """The session that has ended and still touches that region."""
+    def leaving(self) -> list[Session]:
+        """Sessions that have ended and still touch their regions."""
         self._leaving = [session for session in self._leaving if not session.is_released]
-        return next((session for session in self._leaving if session.region.region_id == region_id), None)
+        return self._leaving
 
     def leave(self, session: Session) -> None:
         """The session has ended; a group without sessions is forgotten."""
         del self._sessions[session.session_id]
-        self._leaving = [*(other for other in self._leaving if not other.is_released), session]
+        self._leaving = [*self.leaving(), session]
         group = session.request.group
         identity, count = self._groups[group]
         self._groups[group] = (identity, count - 1)

@@ -109,9 +109,8 @@ class HandOver:
     def _former(self, request: AttachRequest) -> Session | None:
         """The session that has the region this attach is about. REFUSED_BUSY: it is somebody else's and attached."""
         offer = request.offer
-        leaving = self._roster.leaving(offer.region_id) if offer is not None else None
-        if leaving is not None:
-            self._wait_for(leaving, lambda: leaving.is_released)
+        if offer is not None:
+            self._wait_until_left(offer.region_id)
         for session in self._roster:
             is_named = session.session_id == request.previous
             if offer is None and is_named and session.claim == Claim.of(request):
@@ -124,6 +123,13 @@ class HandOver:
                     f"the offered region is attached as session {session.session_id}", AttachResult.REFUSED_BUSY
                 )
         return None
+
+    def _wait_until_left(self, region_id: bytes) -> None:
+        """Until no session that has ended touches the region. REFUSED_BUSY: it takes too long."""
+        touching = (session for session in self._roster.leaving() if session.region.region_id == region_id)
+        session = next(touching, None)
+        if session is not None:
+            self._wait_for(session, lambda: session.is_released)
 
     def _resume(self, session: Session) -> Grant:
         """Ends `session` once nothing of it touches the region; the answer to the attach is the proof of that."""

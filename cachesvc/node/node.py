@@ -372,7 +372,7 @@ class Node:
 
     def _frames(self) -> dict[str, float]:
         with self._parts.state:
-            sessions = list(self._roster)
+            sessions = [*self._roster, *self._roster.leaving()]
             lent = sum(int(np.count_nonzero(session.is_lent)) for session in sessions)
             quarantined = sum(session.num_quarantined() for session in sessions)
             total = sum(session.region.num_frames for session in sessions)

@@ -94,6 +94,7 @@ class PrefetchOp(PageOp, Work):
         keys, depths, frames = self.keys[pages], self.depths[pages], self.frames[pages]
         copied = leading(session.parts.pages.copy(keys, depths, session.slot, frames, only_leading=True))
         session.parts.counters.pages_from.inc(copied, PageSource.REGION)
+        session.parts.pages.publish(session.slot, frames[:copied])
         return outcomes(copied, Outcome.OK)
 
     def _from_flight(self, flight: Flight) -> Outcomes:
@@ -115,6 +116,7 @@ class PrefetchOp(PageOp, Work):
         )
         count = leading(copied)
         self.session.parts.counters.pages_from.inc(count, PageSource.JOINED)
+        self.session.parts.pages.publish(self.session.slot, self.frames[pages][:count])
         results = outcomes(count, Outcome.OK)
         if count == good < len(answers) and answers[good] != Outcome.CANCELLED:
             return np.append(results, answers[good])

@@ -119,6 +119,33 @@ def test_pages_of_another_session_are_copied_from_frame_to_frame(node, engine, b
     assert node.counters.pages_from.value("region") == 12
 
 
+def test_a_copy_of_anothers_page_is_found_when_the_other_has_gone(node, engine):
+    """Also one that was copied from the frame of a read in flight."""
+    neighbour = Engine(node, "neighbour")
+    neighbour.fill(KEYS[:4], FRAMES[:4])
+    engine.prefetch(KEYS[:4], FRAMES[:4])
+    run_all(node)
+    neighbour.client.detach()
+    assert Engine(node, "third").client.lookup(KEYS[:4]).num_pages == 4
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_joiners_copy_is_found_when_the_reader_has_gone(node, engine, backend):
+    joiner = Engine(node, "joiner")
+
+    def join(_):
+        joiner.prefetch(KEYS[:4], FRAMES[:4])
+        node.run_one()
+
+    backend.before["get"] = join
+    engine.prefetch(KEYS[:4], FRAMES[:4])
+    run_all(node)
+    assert node.counters.pages_from.value("joined") == 4
+    engine.client.detach()
+    backend.before.clear()
+    assert node._parts.pages.held(KEYS[:4]).all()
+
+
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 0, 3, 2], [8, 9, 10, 11]])
 def test_evicted_pages_come_back_though_they_still_lie_in_frames_that_are_lent(node, engine, order):
     """Also where each frame is the target of the page in another one: those of the neighbour are taken then."""
