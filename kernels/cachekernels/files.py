@@ -58,11 +58,11 @@ class FileIo:
         del self._native
 
     def write(
-        self, ids: ObjectIds, addresses: U64, lengths: U64, offsets: I64, which: Bools, modified_ns: int
+        self, ids: ObjectIds, addresses: U64, lengths: U64, offsets: I64, which: Bools, modified_ns: I64
     ) -> tuple[U64, I32]:
         """Write temporary files where `which`: their numbers, for `publish` or `discard`, and errors.
 
-        Object i is stamped `modified_ns - i`. A file that failed is gone again.
+        modified_ns [n]: when each is to have been modified. A file that failed is gone again.
         """
         return self._native.write(ids, addresses, lengths, offsets, which.view(np.uint8), modified_ns)
 

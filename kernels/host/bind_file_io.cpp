@@ -22,15 +22,16 @@ Segments file_segments(const Input<uint64_t>& addresses, const Input<uint64_t>& 
 
 auto write(FileIo& files, const Input<uint8_t>& id_rows, const Input<uint64_t>& addresses,
            const Input<uint64_t>& lengths, const Input<int64_t>& offsets, const Input<uint8_t>& flags,
-           int64_t modified_ns) {
+           const Input<int64_t>& modified_ns) {
     const Ids ids(id_rows);
     const Segments segments = file_segments(addresses, lengths, offsets, ids.count);
     const auto which = input_1d(flags, "which", ids.count);
+    const auto times = input_1d(modified_ns, "modified_ns", ids.count);
     NumpyArray<uint64_t> numbers = new_array<uint64_t>(ids.count);
     NumpyArray<int32_t> errors = new_array<int32_t>(ids.count);
     {
         nb::gil_scoped_release unlocked;
-        files.write(ids.data, segments, which.data(), modified_ns, numbers.data(), errors.data());
+        files.write(ids.data, segments, which.data(), times.data(), numbers.data(), errors.data());
     }
     return std::tuple(numbers, errors);
 }

@@ -117,13 +117,13 @@ std::string FileIo::temporary_path(const ObjectId& id, uint64_t number) const {
 
 // ---- put ----
 
-void FileIo::write(const ObjectId* ids, const Segments& segments, const uint8_t* which, int64_t modified_ns,
+void FileIo::write(const ObjectId* ids, const Segments& segments, const uint8_t* which, const int64_t* modified_ns,
                    uint64_t* numbers, int32_t* errors) {
     threads_.each(segments.count, 1, [&](size_t i) {
         errors[i] = not_tried;
         if (!which[i]) return;
         numbers[i] = next_number_.fetch_add(1);
-        errors[i] = write_one(ids[i], segments.object(i), modified_ns - static_cast<int64_t>(i), numbers[i]);
+        errors[i] = write_one(ids[i], segments.object(i), modified_ns[i], numbers[i]);
     });
 }
 

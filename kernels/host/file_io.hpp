@@ -33,9 +33,9 @@ class FileIo {
     // Results beside errno values, which are positive.
     static constexpr int32_t done = 0, wrong_length = -1, different = -2, kept_earlier = -3, not_tried = -4;
 
-    // Writes temporary files of objects i with which[i]; numbers[i] names each for publish and discard. Modification
-    // times are modified_ns - i: within a batch, later objects are older. A file that failed is removed again.
-    void write(const ObjectId* ids, const Segments& segments, const uint8_t* which, int64_t modified_ns,
+    // Writes temporary files of objects i with which[i], modified at modified_ns[i]; numbers[i] names each for publish
+    // and discard. A file that failed is removed again.
+    void write(const ObjectId* ids, const Segments& segments, const uint8_t* which, const int64_t* modified_ns,
                uint64_t* numbers, int32_t* errors);
     // Gives temporary files their names; EEXIST (and the file is gone) where the object is there already. Files of
     // objects that fail are removed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from storage_backends.options import byte_size, check_names, one_of, path_of, wh
 DEFAULT_CAPACITY_BYTES = 10 * 2**30
 DEFAULT_FREE_SHARE = 10  # one part in so many of the file system's free space
 DEFAULT_THREADS = 8
+_MACHINE = re.compile(r"|[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class FileConfig:
     capacity_bytes: hard limit for objects, temporary files and objects set aside together; None takes the smaller of
     10 GiB and a tenth of the space that is free when the backend opens. direct: `on` bypasses the page cache or refuses
     to start, `off` does not, `auto` tries it on the directory itself. threads: I/O threads beside the caller's.
+    machine: set where several machines use the directory: this one's name, different on each, the same over restarts.
     """
 
     path: Path
     capacity_bytes: int | None = None
     direct: str = "auto"
     threads: int = DEFAULT_THREADS
+    machine: str = ""
 
     @staticmethod
     def parse(options: Mapping[str, object]) -> FileConfig:
@@ -39,7 +43,14 @@ class FileConfig:
             capacity_bytes=None if capacity is None else byte_size("capacity_bytes", capacity),
             direct=one_of("direct", options.get("direct", "auto"), ("auto", "on", "off")),
             threads=whole_number("threads", options.get("threads", DEFAULT_THREADS), 0, 256),
+            machine=_machine_name(options.get("machine", "")),
         )
+
+
+def _machine_name(value: object) -> str:
+    if not isinstance(value, str) or not _MACHINE.fullmatch(value):
+        raise StorageConfigError(f"machine={value!r} is not a name: letters, digits, '.', '_', '-', at most 64")
+    return value
 
 
 def default_path() -> Path:

@@ -41,6 +41,7 @@ from storage_backends.codes import ADMISSION_OUTCOMES, ERRNO_OUTCOMES, PRESENCE_
 from storage_backends.errors import StorageClosed, StorageConfigError
 from storage_backends.file.config import FileConfig, default_capacity
 from storage_backends.file.index import FileIndex
+from storage_backends.file.machines import OneMachine, SharedMachines
 from storage_backends.file.writers import Writers
 from storage_backends.in_flight import InFlight
 
@@ -74,11 +75,12 @@ class ObjectDirectory(StorageBackend):
         try:
             self.is_direct = _choose_direct(config, directory_fd)
             capacity = default_capacity(directory_fd) if config.capacity_bytes is None else config.capacity_bytes
-            self._writers = Writers(config.path)
+            self._machine = SharedMachines(config.path, config.machine) if config.machine else OneMachine(config.path)
+            self._writers = Writers(config.path, self._machine)
             self._files = FileIo(directory_fd, self._writers.token, direct=self.is_direct, num_threads=config.threads)
         finally:
             os.close(directory_fd)
-        self._index = FileIndex(self._files, self._writers, capacity)
+        self._index = FileIndex(self._files, self._writers, self._machine, capacity)
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
@@ -146,7 +148,7 @@ class ObjectDirectory(StorageBackend):
         wanted = result == Outcome.OK
         if not wanted.any():
             return np.zeros(len(ids), dtype=np.uint64)
-        numbers, errors = self._write_files(ids, segments, wanted, self._clock_ns())
+        numbers, errors = self._write_files(ids, segments, wanted, self._machine.stamps(self._clock_ns(), len(ids)))
         written = errors == 0
         result[wanted & ~written] = _put_outcomes(errors)[wanted & ~written]
         kept = np.zeros(len(ids), dtype=np.bool_)
@@ -164,7 +166,7 @@ class ObjectDirectory(StorageBackend):
         return self._files.read(ids, segments.addresses, segments.lengths, segments.offsets)
 
     def _write_files(
-        self, ids: ObjectIds, segments: Segments, which: NDArray[np.bool_], modified_ns: int
+        self, ids: ObjectIds, segments: Segments, which: NDArray[np.bool_], modified_ns: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
         """As `FileIo.write`."""
         return self._files.write(ids, segments.addresses, segments.lengths, segments.offsets, which, modified_ns)
@@ -195,6 +197,8 @@ class ObjectDirectory(StorageBackend):
                 return outcomes(len(ids), Outcome.THROTTLED)
             lengths = self._files.sizes(ids)
             self._index.adopt(ids, lengths, lengths >= 0)
+            if self._machine.is_shared and not (mine := self._index.objects.contains(ids)).all():
+                return self._set_aside_mine(ids, seen, lengths, mine)
             moment = self._index.objects.moment()
             errors = self._files.set_aside(ids, seen.addresses, seen.lengths, seen.offsets)
             self._index.objects.set_aside(ids, lengths.astype(np.uint64), errors == 0, as_of=moment)
@@ -202,6 +206,16 @@ class ObjectDirectory(StorageBackend):
             self._index.forget(ids, errors == errno.ENOENT, moment)
             errors[errors == KEPT_EARLIER] = 0
             return _outcomes_of(errors)
+
+    def _set_aside_mine(
+        self, ids: ObjectIds, seen: Segments, lengths: NDArray[np.int64], mine: NDArray[np.bool_]
+    ) -> Outcomes:
+        """`set_aside` for objects some of which are another machine's, and not ours to touch."""
+        result = np.where(lengths < 0, Outcome.MISS, Outcome.CHANGED).astype(np.uint8)
+        which = np.flatnonzero(mine)
+        if len(which):
+            result[which] = self.set_aside(np.ascontiguousarray(ids[which]), seen.take(which))
+        return result
 
     def scan(self) -> Iterator[ScanBatch]:
         for begin in range(0, NUM_SHARDS, _SHARDS_A_BATCH):
@@ -240,6 +254,7 @@ class ObjectDirectory(StorageBackend):
             self._index.close()
             self._files.close()
             self._writers.close()
+            self._machine.close()
 
 
 def _open_directory(config: FileConfig) -> int:

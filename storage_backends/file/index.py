@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from storage_backends.base import ObjectIds
 from storage_backends.errors import StorageClosed
+from storage_backends.file.machines import Machine
 from storage_backends.file.writers import Writers
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,11 @@ _SHARDS_A_CALL = 16
 class FileIndex:
     """`ObjectIndex` of one directory, with the scan that fills it. Starts scanning at once."""
 
-    def __init__(self, files: FileIo, writers: Writers, capacity_bytes: int) -> None:
+    def __init__(self, files: FileIo, writers: Writers, machine: Machine, capacity_bytes: int) -> None:
         self.objects = ObjectIndex(capacity_bytes, writers.total_address)
         self._files = files
         self._writers = writers
+        self._machine = machine
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._is_complete = False
@@ -49,7 +51,7 @@ class FileIndex:
     @property
     def is_authority(self) -> bool:
         """What the index does not know is not there."""
-        return self._is_complete and self._writers.is_alone()
+        return self._is_complete and self._writers.is_alone() and not self._machine.is_shared
 
     @property
     def counts_found(self) -> bool:
@@ -65,9 +67,10 @@ class FileIndex:
         """Take in objects met on the medium that other processes put, and counted.
 
         Alone, an unknown object is one that this process is just putting or removing, and adopting it would count it
-        twice; while the scan runs they are left to the scan.
+        twice; while the scan runs they are left to the scan. On a directory of several machines an unknown object is
+        most likely another machine's, which counts it and evicts it.
         """
-        if self._is_complete and not self._writers.is_alone() and which.any():
+        if self._is_complete and not self._writers.is_alone() and not self._machine.is_shared and which.any():
             self.objects.adopt(ids, lengths.astype(np.uint64), which)
 
     def forget(self, ids: ObjectIds, which: NDArray[np.bool_], as_of: int) -> None:
@@ -110,11 +113,17 @@ class FileIndex:
             if self._stop.is_set():
                 return False
             found = self._files.scan(begin, begin + _SHARDS_A_CALL)
-            lengths = found.num_bytes.astype(np.uint64)
-            self.objects.add_scanned(found.ids, lengths, found.modified_ns, counted=self._is_counting)
+            mine = self._machine.mine(found)
+            self.objects.add_scanned(
+                np.ascontiguousarray(found.ids[mine]),
+                found.num_bytes[mine].astype(np.uint64),
+                np.ascontiguousarray(found.modified_ns[mine]),
+                counted=self._is_counting,
+            )
             self._writers.remove_stale(found.temporary, alive)
         aside = self._files.scan_set_aside()
         order = np.argsort(aside.modified_ns, kind="stable")
+        order = order[self._machine.owned(aside)[order]]
         lengths = aside.num_bytes[order].astype(np.uint64)
         self.objects.adopt_set_aside(np.ascontiguousarray(aside.ids[order]), lengths, counted=self._is_counting)
         self.objects.end_scan()

@@ -1,8 +1,10 @@
 """Which processes use a directory of objects, and how much room all of them together have taken.
 
-DESIGN. Several processes may open one directory. Each holds `writers/<token>` under an exclusive flock for its life;
-the lock ends with the process, however it dies, in containers too, where process ids say nothing. The token is part of
-the names of a writer's temporary files, which tells a dead writer's leftovers from a live writer's work.
+DESIGN. Several processes of a machine may open one directory; where several machines do (machines.py), what is said
+here goes for the processes of one of them, below `machines/<name>/`. Each holds `writers/<token>` under an exclusive
+flock for its life; the lock ends with the process, however it dies, in containers too, where process ids say nothing.
+The token is part of the names of a writer's temporary files, which tells a dead writer's leftovers from a live writer's
+work.
 
 `usage` is one mapped page with the bytes taken by all writers (`ObjectIndex` adds to it atomically) and how many
 processes have joined so far. A process that starts alone counts the directory anew; one that joins others trusts their
@@ -23,6 +25,7 @@ import threading
 from pathlib import Path
 
 from storage_backends.errors import StorageClosed
+from storage_backends.file.machines import Machine
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +51,10 @@ class _Counters(ctypes.Structure):
 class Writers:
     """This process's registration in one directory; it takes part in the count from `join` on."""
 
-    def __init__(self, directory: Path) -> None:
-        self._root = directory
+    def __init__(self, root: Path, machine: Machine) -> None:
+        self._root = root
+        self._machine = machine
+        directory = machine.home
         self._directory = directory / _DIRECTORY
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self.token = secrets.token_hex(8)
@@ -94,6 +99,7 @@ class Writers:
 
     def remove_stale(self, temporary: list[str], alive: set[str]) -> None:
         """Remove temporary files (paths below the directory, `XX/<id>.<token>.<number>.tmp`) of writers not alive."""
+        alive = alive | self._machine.foreign_tokens() if temporary else alive
         for path in temporary:
             if path.split(".")[-3] not in alive:
                 (self._root / path).unlink(missing_ok=True)

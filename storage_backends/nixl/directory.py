@@ -74,7 +74,7 @@ class NixlDirectory(ObjectDirectory):
         return errors
 
     def _write_files(
-        self, ids: ObjectIds, segments: Segments, which: NDArray[np.bool_], modified_ns: int
+        self, ids: ObjectIds, segments: Segments, which: NDArray[np.bool_], modified_ns: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], Errors]:
         names, lengths = names_of(ids), segments.object_lengths()
         numbers = np.zeros(len(ids), dtype=np.uint64)
@@ -86,7 +86,7 @@ class NixlDirectory(ObjectDirectory):
                 files = {i: fd for i, fd in made.items() if fd is not None}
                 if self._moved(self._agent.write, files, lengths, segments):
                     for i, fd in files.items():
-                        os.utime(fd, ns=(modified_ns - i, modified_ns - i))
+                        os.utime(fd, ns=(int(modified_ns[i]), int(modified_ns[i])))
                     errors[list(files)] = 0
                 else:
                     self._files.discard(ids, numbers, np.isin(np.arange(len(ids)), list(files)))

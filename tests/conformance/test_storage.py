@@ -54,6 +54,7 @@ class OnFiles:
     """Hooks for `FileBackend`: files, by their documented names."""
 
     direct = "off"
+    machine = ""
     root: Path
 
     @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ class OnFiles:
         self.root = tmp_path / "objects"
 
     def open(self, object_bytes: int) -> FileBackend:
-        backend = FileBackend(FileConfig(self.root, ROOM * object_bytes, direct=self.direct, threads=2))
+        backend = FileBackend(FileConfig(self.root, ROOM * object_bytes, direct=self.direct, threads=2, machine=self.machine))
         assert backend.wait_ready(30)
         return backend
 
@@ -156,6 +157,10 @@ class TestBufferedFiles(OnFiles, StorageConformance):
 
 class TestDirectFiles(TestBufferedFiles):
     direct = "on"
+
+
+class TestFilesOfOneMachineAmongSeveral(TestBufferedFiles):
+    machine = "here"
 
 
 class TestVerifiedBufferedFiles(OnFiles, StorageConformance):
