@@ -188,6 +188,7 @@ class Read(Lookup):
         self.generations = np.zeros(len(keys), np.uint64)
         self._filled: NDArray[np.intp] = np.empty(0, np.intp)
         self._num_filling = 0
+        self._has_repeats = False
 
     def num_frames(self) -> int:
         """Frames that cannot be used for anything else because of it."""
@@ -205,6 +206,7 @@ class Read(Lookup):
     def below(self, rows: NDArray[np.intp]) -> None:
         slab = self.session.slab
         wanted = distinct(self.keys, rows)
+        self._has_repeats = len(wanted) < len(rows)
         frames = slab.take(len(wanted))
         self.outcomes[rows] = Outcome.NO_SPACE
         if not len(frames):
@@ -246,7 +248,8 @@ class Read(Lookup):
         self.session.slab.table.hold(frames[is_there])
 
     def _end(self) -> None:
-        self._repeat()
+        if self._has_repeats:
+            self._repeat()
         good = self.frames >= 0
         if not good.any():
             self.session.holds_nothing(self.call)

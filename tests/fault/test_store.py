@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 import pytest
+from cachekernels.region import WriterConflict
 
 import cachesvc
 from cachesvc.client.base import AttachRefused
@@ -176,6 +177,47 @@ def test_a_refusal_says_need_and_have(door):
 def test_a_node_without_managed_memory_refuses():
     with Node() as node, RunningDoor(node) as door, pytest.raises(AttachRefused, match="have 0 of the 0"):
         opened(door.path)
+
+
+# between the node's answer and the copy
+
+
+def test_a_page_deleted_while_it_is_copied_is_a_miss(door, monkeypatch):
+    with opened(door.path) as store, opened(door.path) as other:
+        store.put(KEYS, PAGES)
+        region = store._link.region
+        read = region.read
+
+        def late(frames, generations, addresses):
+            other.delete(KEYS[1:3])
+            return read(frames, generations, addresses)
+
+        monkeypatch.setattr(region, "read", late)
+        assert got(store) == [OK, MISS, MISS, OK]
+
+
+def test_a_frame_that_somebody_else_writes_is_an_outcome(node, door, monkeypatch):
+    def conflict(frames, *_):
+        raise WriterConflict("another writer was faster", frames.tolist())
+
+    with opened(door.path) as store:
+        monkeypatch.setattr(store._link.region, "write", conflict)
+        assert store.put(KEYS, PAGES).tolist() == [Outcome.CHANGED] * 4
+        assert store.is_connected
+        assert node.managed.slabs()[0].counts()["free"] == FRAMES
+
+
+def test_an_interrupted_call_holds_nothing(node, door, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with opened(door.path) as store:
+        monkeypatch.setattr(store._link.region, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.put(KEYS, PAGES)
+        again(store)
+        assert store.put(KEYS, PAGES).tolist() == [OK] * 4
+        assert node.managed.slabs()[0].counts()["quarantined"] == 0
 
 
 # clients that die
