@@ -1,8 +1,9 @@
 """Another try for what may succeed then: transient failures only, after a random pause, within a budget of time.
 
 DESIGN. Only the objects that failed are tried again. THROTTLED is not: it means that trying now is unwanted. The pause
-is drawn from zero to a limit that doubles ("full jitter"), so that many nodes do not return in step. No try starts
-after the budget, which is the deadline of the call above. A put asks its guard in every try, because the memory may
+is drawn from zero to a limit that doubles ("full jitter"), so that many nodes do not return in step. No try starts that
+would end after the budget if it took as long as the one before: the budget is the deadline of the call above, and when
+that passes, what was answered is lost with the rest. A put asks its guard in every try, because the memory may
 have changed between two of them.
 """
 
@@ -28,7 +29,7 @@ Attempt = Callable[[NDArray[np.intp]], Outcomes]
 @dataclass(frozen=True)
 class RetryOptions:
     """attempts: tries in all, at least 1. base_s, max_s: limits of the first and of any pause. budget_s: from the
-    start of a call, after which no try starts."""
+    start of a call, by which the last try should have ended."""
 
     attempts: int = 3
     base_s: float = 0.05
@@ -103,14 +104,17 @@ class RetryLayer(PassingLayer):
         """Outcomes after as many tries as it takes and the options allow. Raises what the last try raised when no
         object was answered."""
         ends_s = self._clock.now() + self._options.budget_s
+        took_s = 0.0
         result = outcomes(count, Outcome.UNAVAILABLE)
         left = np.arange(count)
         was_answered = False
         error: StorageError | None = None
         for number in range(self._options.attempts):
-            if number and not self._pause(number, ends_s):
+            if number and not self._pause(number, ends_s - took_s):
                 break
+            begun_s = self._clock.now()
             error = _try(attempt, left, result)
+            took_s = self._clock.now() - begun_s
             was_answered |= error is None
             failed = left[np.isin(result[left], _WORTH_IT)]
             self._count(recovered=(len(left) - len(failed)) if number else 0)
@@ -122,14 +126,14 @@ class RetryLayer(PassingLayer):
             raise error
         return result
 
-    def _pause(self, number: int, ends_s: float) -> bool:
+    def _pause(self, number: int, latest_s: float) -> bool:
         """Lets a random time pass before try `number`. False: there is to be none."""
         limit_s = min(self._options.max_s, self._options.base_s * 2.0 ** (number - 1))
         until_s = self._clock.now() + limit_s * self._random()
         with self._changed:
-            while until_s < ends_s and not self._is_closed and self._clock.now() < until_s:
+            while until_s < latest_s and not self._is_closed and self._clock.now() < until_s:
                 self._clock.wait_until(self._changed, until_s)
-            if until_s >= ends_s or self._is_closed:
+            if until_s >= latest_s or self._is_closed:
                 return False
             self._repeats += 1
             return True

@@ -90,7 +90,7 @@ class RedisBackend(StorageBackend):
         self._set_end = b"\r\n" + words(b"PX", b"%d" % ttl_ms)
 
     def check(self) -> None:
-        """Raises StorageError unless every server can be reached and lets us in."""
+        """Raises StorageError unless the server, or any of a cluster, can be reached and lets us in."""
         with self._calls.call():
             self._topology.check()
 
@@ -270,6 +270,9 @@ class RedisBackend(StorageBackend):
         return cursor, self._names.ids_of(list(dict.fromkeys(keys)))
 
     def place(self) -> str:
+        first = self._config.addresses[0]
+        if first.path:
+            return f"unix://{first.path}?db={self._config.db}"
         scheme = "rediss" if self._config.uses_tls else "redis"
         return f"{scheme}://{','.join(map(str, self._config.addresses))}/{self._config.db}"
 

@@ -56,8 +56,9 @@ class Spread:
             left = np.flatnonzero(result == MOVED)
             if len(left):
                 self._topology.moved()
-        result[left] = Outcome.UNAVAILABLE
-        if any(error.transient for error in errors):
+        nobody = np.isin(result, (MOVED, PENDING))
+        result[nobody] = Outcome.UNAVAILABLE
+        if nobody.any() or any(error.transient for error in errors):
             self._topology.unreachable()
         if errors and num_unanswered >= len(ids):
             raise errors[0]

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from storage_backends.base import StorageBackend
+from storage_backends.errors import StorageConfigError
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.redis.backend import RedisBackend
 from storage_backends.redis.config import RedisConfig
@@ -137,3 +138,12 @@ class TestRedisOverTls(InLayers, StorageConformance):
         self.client = server.client()
         yield
         self.client.close()
+
+    def test_a_certificate_that_nobody_vouches_for(self) -> None:
+        """Refused, unless that is wanted; and without TLS there is no answer."""
+        own = {key: value for key, value in self.options.items() if key != "tls_ca_file"}
+        with pytest.raises(StorageConfigError, match="certificate verify failed"):
+            open_backend("redis", own)
+        open_backend("redis", {**own, "tls_verify": False}).close()
+        with pytest.raises(StorageConfigError, match="the server"):
+            open_backend("redis", {**own, "url": str(own["url"]).replace("rediss", "redis")})

@@ -497,9 +497,21 @@ class TestCluster:
             assert (found[~silent] == Outcome.OK).all()
             assert np.array_equal(target.rows[~silent], pages.rows[~silent])
             assert set(backend.contains(ids)[silent].tolist()) <= PASSING
+            # By now nobody waits for it: its circuit is open.
+            assert set(backend.contains(ids)[silent].tolist()) == {Outcome.UNAVAILABLE}
+            assert (backend.contains(ids)[~silent] == Outcome.OK).all()
         until(lambda: contains_or_fails(backend, ids) == [Outcome.OK] * 30)
         assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
         assert np.array_equal(target.rows, pages.rows)
+
+    def test_a_slot_that_nobody_has(self) -> None:
+        """Its objects are unavailable; the others are served."""
+        member, ids = ScriptedRedis(), make_ids(20)
+        member.script.append(says(member.slots(0, 8191)))
+        with closing(member), closing(opened(url=member.url, cluster=True)) as backend:
+            missing = slots_of(ids, slot_table()) > 8191
+            expected = np.where(missing, Outcome.UNAVAILABLE, Outcome.MISS)
+            assert backend.contains(ids).tolist() == expected.tolist()
 
     def test_a_slot_that_moved_is_followed(self, own_cluster: list[Server], backend: RedisBackend) -> None:
         ids, pages, target = make_ids(30, seed=7), Buffers.make(30, SIZE, seed=1), Buffers.make(30, SIZE)
@@ -520,8 +532,8 @@ class TestCluster:
     def test_another_takes_the_place_of_one_that_died(self) -> None:
         """As after a failover: nobody says MOVED, because who had the slots is gone."""
         old, new = ScriptedRedis(), ScriptedRedis()
-        old.script.append(says(old.all_slots))
-        new.script.append(says(new.all_slots))
+        old.script.append(says(old.slots(0, 16383)))
+        new.script.append(says(new.slots(0, 16383)))
         with closing(new), closing(opened(url=f"{old.url},{new.url}", cluster=True)) as backend:
             assert backend.contains(make_ids(2)).tolist() == [Outcome.MISS] * 2
             old.close()

@@ -37,11 +37,11 @@ class ScriptedRedis:
         host, port = self._listener.getsockname()
         return f"redis://{host}:{port}"
 
-    @property
-    def all_slots(self) -> bytes:
-        """The reply to CLUSTER SLOTS of a cluster of this one."""
+    def slots(self, first: int, last: int) -> bytes:
+        """The reply to CLUSTER SLOTS of a cluster in which this one has these slots, and nobody any other."""
         host, port = self._listener.getsockname()
-        return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$%d\r\n%s\r\n:%d\r\n" % (len(host), host.encode(), port)
+        node = b"*2\r\n$%d\r\n%s\r\n:%d\r\n" % (len(host), host.encode(), port)
+        return b"*1\r\n*3\r\n:%d\r\n:%d\r\n" % (first, last) + node
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)

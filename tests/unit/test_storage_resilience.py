@@ -328,6 +328,24 @@ class TestRetry:
         assert list(asking.result(60)) == list(inner_contains(make_ids(1)))  # type: ignore[call-overload]
         assert np.allclose(moments, [100.0, 100.5, 101.5, 102.75])
 
+    @pytest.mark.parametrize(("try_s", "repeats"), [(1.9, 1), (2.6, 0), (1.6, 2)])
+    def test_no_try_starts_that_would_end_after_the_budget(
+        self, memory: MemoryBackend, clock: ManualClock, try_s: float, repeats: int
+    ) -> None:
+        """What was answered by then is answered."""
+        ids = make_ids(2)
+        memory.put_from(ids, Buffers.make(2, SIZE).segments())
+
+        class Slow(PassingLayer):
+            def contains(self, ids: ObjectIds) -> Outcomes:
+                clock.advance(try_s)
+                return self.inner.contains(ids)
+
+        faults: list[Fault] = [Partly((False, True), SLOW), Answer(SLOW), Answer(SLOW)]
+        layer = RetryLayer(Slow(faulty(memory, Script({"contains": faults}))), RetryOptions(), clock, lambda: 0.0)
+        assert layer.contains(ids).tolist() == [Outcome.OK, SLOW]
+        assert layer.tallies()["retry_repeats"] == repeats
+
     def test_no_try_starts_after_the_budget(self, memory: MemoryBackend, clock: ManualClock) -> None:
         layer = self.layer(
             memory, clock, Script({"contains": [Answer(AWAY)]}), 0.5, base_s=2.0, max_s=2.0, budget_s=1.0
