@@ -71,7 +71,7 @@ def command(argv: Sequence[str]) -> int:
             print("\n".join(summary(engine)), flush=True)
             return _serve(engine, bound, stop)
     except (ValueError, OSError, StartupError, RegionError, StorageError) as error:
-        print(f"cachesvc engine: error: {error}", file=sys.stderr)
+        print(f"cachesvc engine: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except SystemExit as ended:
         return int(ended.code or 0)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from cachesvc.command_line import Parser, at_least, not_empty, shown
 from engine_plugin.demo.errors import EngineError, InputError
 from engine_plugin.demo.model import ModelOpener, open_served_model
 from engine_plugin.demo.recordings import Recording
@@ -19,29 +21,35 @@ from engine_plugin.demo.report import console_for, report
 from engine_plugin.demo.results import DemoResult, as_json
 from engine_plugin.demo.runs import ENGINE_COMMAND, Engines, measure, play_all
 from engine_plugin.demo.screen import Screen, screen_for
-from engine_plugin.demo.sizing import Plan, Wishes, make_plan
+from engine_plugin.demo.sizing import Plan, Wishes, check_playable, make_plan
 from engine_plugin.demo.transcripts import ACCEPTED_FORMATS, read_recordings
+from engine_plugin.demo.wording import counted
 
 PAGE_SIZE = 64
 MAX_NEW_TOKENS = 8
 MIN_SESSIONS = 4
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line of the demo."""
-    parser = argparse.ArgumentParser(prog="cachesvc demo", description=__doc__)
+    parser = Parser(prog="cachesvc demo", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     files = f"play recorded sessions instead of built ones; repeatable. Accepted: {ACCEPTED_FORMATS}"
-    add("--sessions", metavar="FILE", type=Path, action="append", default=[], help=files)
-    add("--num-sessions", type=_positive, help="how many sessions (default: 4, or one per file if more)")
-    add("--turns", type=_positive, help="turns of each session (default: 4; of a recording at most 8)")
+    add("--sessions", metavar="FILE", type=_file, action="append", default=[], help=files)
+    add("--num-sessions", type=at_least(1), help="how many sessions (default: 4, or one per file if more)")
+    add("--turns", type=at_least(1), help="turns of each session (default: 4; of a recording at most 8)")
     longest = "longest prompt (default: what this machine plays in time, at most the model's context)"
-    add("--max-tokens-per-turn", metavar="TOKENS", type=_positive, help=longest)
-    add("--json", metavar="FILE", help="also write the result as JSON; - writes it to standard output")
+    add("--max-tokens-per-turn", metavar="TOKENS", type=at_least(PAGE_SIZE, "a page"), help=longest)
+    add("--json", metavar="FILE", type=not_empty, help="also write the result as JSON; - writes it to standard output")
     add("--keep-storage", action="store_true", help="keep the storage folder and the engines' logs")
-    add("--model-path", metavar="MODEL", help="model that the engines serve (default: a small packaged one)")
+    add(
+        "--model-path",
+        metavar="MODEL",
+        type=not_empty,
+        help="model that the engines serve (default: a small packaged one)",
+    )
     passed_on = "passed on to every engine, e.g. --engine-arg='--dtype float32'; repeatable"
-    add("--engine-arg", metavar="ARG", action="append", default=[], help=passed_on)
+    add("--engine-arg", metavar="ARG", type=_words, action="append", default=[], help=passed_on)
     return parser
 
 
@@ -69,8 +77,12 @@ def run(options: argparse.Namespace, engine_command: Sequence[str], open_model: 
         return _fail(1, f"{error}\n(--keep-storage keeps the whole log)")
     except KeyboardInterrupt:
         return _fail(130, "interrupted; the engines are stopped")
-    screen.console.print(report(result, ascii_only=screen.console.options.ascii_only))
-    _write_json(result, options.json)
+    shape = screen.console.options
+    screen.console.print(report(result, ascii_only=shape.ascii_only, width=shape.max_width))
+    try:
+        _write_json(result, options.json)
+    except OSError as error:
+        return _fail(1, f"--json: {options.json} cannot be written ({error.strerror})")
     return 1 if result.differences else 0
 
 
@@ -79,11 +91,15 @@ def _fail(status: int, why: str) -> int:
     return status
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _file(text: str) -> Path:
+    return Path(not_empty(text))
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)!r} is not a command line: {error}") from None
 
 
 def _demo(
@@ -98,7 +114,7 @@ def _demo(
     recordings = _recordings(options)
     with screen.step("tokenizer", "read the model's tokenizer"):
         model = open_model(options.model_path)
-    extra = tuple(word for argument in options.engine_arg for word in shlex.split(argument))
+    extra = tuple(word for words in options.engine_arg for word in words)
     engines = Engines((*engine_command, "--model-path", model.path), extra, PAGE_SIZE, work_dir)
     wishes = Wishes(
         model.context_tokens,
@@ -108,6 +124,7 @@ def _demo(
         options.turns,
         options.max_tokens_per_turn,
     )
+    check_playable(recordings, model.encoder, wishes)
     speed = None
     if options.max_tokens_per_turn is None:
         with screen.step("speed", "measure how fast this machine computes tokens"):
@@ -131,8 +148,11 @@ def _recordings(options: argparse.Namespace) -> list[Recording]:
 def _introduce(plan: Plan, screen: Screen) -> None:
     """What is going to be played, and why in this size."""
     shortest, longest = min(map(min, plan.lengths)), max(map(max, plan.lengths))
-    prompts = f"prompts of {shortest:,} to {longest:,} tokens"
-    screen.note(f"{len(plan.sessions)} agent sessions in turn, {plan.num_turns} turns, {prompts}.")
+    prompts = (
+        f"prompts of {shortest:,} to {longest:,} tokens" if shortest < longest else f"prompts of {longest:,} tokens"
+    )
+    sessions, turns = counted(len(plan.sessions), "agent session"), counted(plan.num_turns, "turn")
+    screen.note(f"{sessions} in turn, {turns}, {prompts}.")
     pools = f"the device pool holds {plan.device_tokens:,} of them ({plan.device_share:.0%}), host memory twice that"
     screen.note(f"Working set {plan.working_set_tokens:,} tokens; {pools}.")
     if plan.speed is not None:
@@ -143,11 +163,31 @@ def _introduce(plan: Plan, screen: Screen) -> None:
 
 
 def _check_json_target(target: str | None) -> None:
-    if target not in (None, "-") and not Path(target).resolve().parent.is_dir():
-        raise InputError(f"--json: there is no folder {Path(target).resolve().parent}")
+    """Can the result be written there? Tried on the spot: permissions alone do not say it. Raises InputError."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    try:
+        if path.is_dir():
+            raise InputError(f"--json: {target} is a folder; name a file in it")
+        if not path.resolve().parent.is_dir():
+            raise InputError(f"--json: there is no folder {path.resolve().parent}")
+        if path.exists() and not path.is_file():  # a pipe or a device: opening it would be noticed at the other end
+            if not os.access(path, os.W_OK):
+                raise InputError(f"--json: {target} cannot be written")
+            return
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"--json: {target} cannot be written ({error.strerror})") from error
+    except (ValueError, RuntimeError) as error:  # a zero byte in it, a loop of links
+        raise InputError(f"--json: {target!r} is not a path ({error})") from error
 
 
 def _write_json(result: DemoResult, target: str | None) -> None:
+    """Raises OSError."""
     text = json.dumps(as_json(result), indent=2)
     if target == "-":
         print(text)

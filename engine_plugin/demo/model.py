@@ -23,7 +23,7 @@ def open_served_model(path: str | None) -> ServedModel:
     """The model that `path` names, None for the default; its weights are not read. Raises InputError."""
     from engine_plugin.engine.loading import DEFAULT_MODEL, open_model  # torch: only once it is needed
 
-    path = path or DEFAULT_MODEL
+    path = DEFAULT_MODEL if path is None else path
     try:
         source = open_model(path)
     except (ValueError, OSError) as error:

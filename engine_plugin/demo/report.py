@@ -17,19 +17,23 @@ from engine_plugin.demo.results import (
     num_equal,
     percentile_s,
 )
+from engine_plugin.demo.wording import counted
 
 MAX_WIDTH = 100
+MIN_WIDTH = 80
 RUN_STYLES = ("yellow", "green", "cyan")
 _BAR_CELLS = 44
+_GAP = 2  # columns between those of the first turns' table
+_LEAST_FACTOR = 1.05  # less would be shown as 1.0
 _PARTS = " ▏▎▍▌▋▊▉"  # eighths of a cell
 
 
-def report(result: DemoResult, *, ascii_only: bool) -> RenderableType:
-    """Everything below the progress bars."""
+def report(result: DemoResult, *, ascii_only: bool, width: int = MAX_WIDTH) -> RenderableType:
+    """Everything below the progress bars, for a console of `width` columns, at least MIN_WIDTH."""
     return Group(
         "",
         summary_table(result),
-        first_turns_table(result),
+        first_turns_table(result, width),
         ttft_chart(result.runs, ascii_only=ascii_only),
         verdict(result),
     )
@@ -38,7 +42,7 @@ def report(result: DemoResult, *, ascii_only: bool) -> RenderableType:
 def summary_table(result: DemoResult) -> Table:
     """One column per run; times, tokens by source, bytes per tier, equality."""
     runs = result.runs
-    table = _table(f"The same {len(runs[0].turns)} requests, three times")
+    table = _table(f"The same {counted(len(runs[0].turns), 'request')}, three times")
     table.add_column("")
     for index, run in enumerate(runs):
         table.add_column(run.name, justify="right", style=RUN_STYLES[index % len(RUN_STYLES)])
@@ -62,19 +66,35 @@ def summary_table(result: DemoResult) -> Table:
     return table
 
 
-def first_turns_table(result: DemoResult) -> Table:
-    """How each session's first turn fared in the first run and after the restart, when only storage remembered it."""
-    table = _table("First turns after the restart: only storage remembers them")
-    table.add_column("session", overflow="ellipsis", no_wrap=True, max_width=30)
-    for column in ("prompt", "device", "host", "storage", "computed"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("first token", justify="right", no_wrap=True, style=RUN_STYLES[2])
-    table.add_column("no tiers", justify="right", no_wrap=True, style=RUN_STYLES[0])
+def first_turns_table(result: DemoResult, width: int) -> Table:
+    """How each session's first turn fared in the first run and after the restart, when only storage remembered it.
+
+    Names of sessions get the columns that the numbers leave.
+    """
+    headers = ("prompt", "device", "host", "storage", "computed", "first token", "no tiers")
+    styles = ("", "", "", "", "", RUN_STYLES[2], RUN_STYLES[0])
+    rows = []
     for before, after in zip(first_turns(result.runs[0]), first_turns(result.runs[-1]), strict=True):
         cached = after.cached
         counts = (after.prompt_tokens, cached.device, cached.host, cached.storage, after.computed_tokens)
         name = f"{after.session + 1} {result.plan.sessions[after.session].name}"
-        table.add_row(name, *(f"{count:,}" for count in counts), seconds(after.ttft_s), seconds(before.ttft_s))
+        rows.append((name, *(f"{count:,}" for count in counts), seconds(after.ttft_s), seconds(before.ttft_s)))
+    taken = sum(max(map(len, cells)) for cells in zip(headers, *(row[1:] for row in rows), strict=True))
+    left = max(width, MIN_WIDTH) - taken - _GAP * len(headers)
+    table = Table(
+        title="First turns after the restart: only storage remembers them",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, _GAP - 1, 0, 0),
+    )
+    table.add_column("session", overflow="ellipsis", no_wrap=True, max_width=min(30, left))
+    for header, style in zip(headers, styles, strict=True):
+        table.add_column(header, justify="right", no_wrap=True, style=style)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -106,7 +126,8 @@ def verdict(result: DemoResult) -> RenderableType:
     lines = [Text(f"DIFFERENT OUTPUT: {difference}", style="bold red") for difference in result.differences]
     if not lines:
         turns = len(result.runs[0].turns)
-        lines = [Text(f"All {turns} answers are the same tokens in all {len(result.runs)} runs.", style="bold green")]
+        answers = f"All {turns} answers are" if turns > 1 else "The answer is"
+        lines = [Text(f"{answers} the same tokens in all {len(result.runs)} runs.", style="bold green")]
     setup = ", ".join(f"{what} {spent:.1f} s" for what, spent in result.setup_s.items())
     lines.append(Text(f"Three runs: {result.demo_s:.1f} s, engine starts and stops included."))
     lines.append(Text(f"Set-up before them: {sum(result.setup_s.values()):.1f} s ({setup})."))
@@ -133,6 +154,8 @@ def _table(title: str) -> Table:
 
 def _factor(reference: RunResult, run: RunResult, percent: float) -> str:
     factor = percentile_s(reference.turns, percent) / percentile_s(run.turns, percent)
+    if 1 / _LEAST_FACTOR < factor < _LEAST_FACTOR:
+        return "as soon"
     return f"{factor:.1f}x sooner" if factor >= 1 else f"{1 / factor:.1f}x later"
 
 

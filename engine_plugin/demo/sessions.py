@@ -4,6 +4,7 @@ Each session is one agent at work: a system prompt with its tool list (the same 
 scripted reply and the file contents it asked for. Replies come from the script: no prompt depends on a model's answer.
 """
 
+import functools
 import importlib.util
 import json
 import re
@@ -75,9 +76,38 @@ def build_sessions(encoder: Encoder, num_sessions: int, prompt_tokens: Sequence[
     ]
 
 
+def least_tokens(encoder: Encoder, num_sessions: int, turns: int, most: int) -> list[int]:
+    """Tokens that the prompt of each turn needs at least, in the session that needs most: one line is read per turn.
+
+    Ends with the turn before one that needs more than `most`.
+    """
+    needed = []
+    for lines in source_lines(num_sessions):
+        messages = _opening(lines)
+        tokens = []
+        for turn in range(turns):
+            _check_enough(lines, turn, turns)
+            messages += [Message("assistant", _reply(lines[:turn], lines[turn])), _shown(lines[turn : turn + 1])]
+            if (num_tokens := len(encoder.encode_chat(messages))) > most:
+                break
+            tokens.append(num_tokens)
+        needed.append(tokens)
+    return [max(of_one_turn) for of_one_turn in zip(*needed, strict=False)]
+
+
+def _check_enough(lines: Sequence[SourceLine], begin: int, turns: int) -> None:
+    if begin >= len(lines):
+        raise SessionError(
+            f"the files of session {_name(lines)} end before turn {turns}; ask for fewer sessions or turns"
+        )
+
+
+@functools.cache
 def source_lines(num_sessions: int) -> list[list[SourceLine]]:
-    """What each agent reads: own files and library files in turn, no file in two sessions."""
+    """What each agent reads: own files and library files in turn, no file in two sessions. Raises SessionError."""
     own, library = sorted_files(_own_folders()), sorted_files(_library_folders())
+    if num_sessions > len(own):
+        raise SessionError(f"{num_sessions} sessions need as many files to read: ask for {len(own)} at most")
     return [
         [line for pair in _alternate(own[index::num_sessions], library[index::num_sessions]) for line in _lines(*pair)]
         for index in range(num_sessions)
@@ -125,17 +155,20 @@ def conversations(
     encoder: Encoder, lines: Sequence[SourceLine], prompt_tokens: Sequence[int]
 ) -> Iterator[list[Message]]:
     """The conversation at each turn. Each turn shows as many further lines as fit its length."""
-    messages = [
-        system_message(),
-        Message("user", f"Explain what a caller of {_name(lines)} and its neighbours must know."),
-    ]
+    messages = _opening(lines)
     begin = 0
     for limit in prompt_tokens:
+        _check_enough(lines, begin, len(prompt_tokens))
         messages.append(Message("assistant", _reply(lines[:begin], lines[begin])))
         end = _fit(encoder, messages, lines, begin, limit)
         messages.append(_shown(lines[begin:end]))
         yield list(messages)
         begin = end
+
+
+def _opening(lines: Sequence[SourceLine]) -> list[Message]:
+    task = f"Explain what a caller of {_name(lines)} and its neighbours must know."
+    return [system_message(), Message("user", task)]
 
 
 def _reply(seen: Sequence[SourceLine], following: SourceLine) -> str:

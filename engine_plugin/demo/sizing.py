@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from engine_plugin.demo.errors import SessionError
 from engine_plugin.demo.recordings import Encoder, Recording, Session, working_set_tokens
 from engine_plugin.demo.selection import selections
-from engine_plugin.demo.sessions import build_sessions
+from engine_plugin.demo.sessions import build_sessions, least_tokens
 from engine_plugin.demo.speed import Speed
+from engine_plugin.demo.wording import counted
 
 PLAY_BUDGET_S = 200.0  # of the five minutes: the rest is for slower moments of a shared machine
 DEFAULT_SESSIONS = 4
 DEFAULT_TURNS = 4
 MIN_PROMPT_TOKENS = 1536  # however slow the machine: shorter first turns are not worth a read from storage
+_INSTEAD = "Ask for fewer --turns, play recorded --sessions, or name another --model-path"
+_LONGEST_LEAST = 8192  # up to here it is worth finding out how much would have been enough
 DEVICE_SHARE = 3  # the device pool holds one part in so many of the working set
 
 
@@ -35,6 +39,13 @@ class Wishes:
         """No prompt may be longer: the context less the output, or what was asked for if that is less."""
         room = self.context_tokens - self.max_new_tokens
         return min(room, self.max_prompt_tokens or room)
+
+    def limit_named(self) -> str:
+        """What makes `prompt_limit` what it is, for messages."""
+        asked = self.max_prompt_tokens
+        if asked is not None and asked == self.prompt_limit:
+            return f"--max-tokens-per-turn {asked}"
+        return f"the model's context of {self.context_tokens:,} tokens (prompt and output)"
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class Plan:
     @property
     def device_share(self) -> float:
         """How much of the working set the device pool holds; 1 and more: all of it."""
-        return self.device_tokens / self.working_set_tokens
+        return self.device_tokens / self.working_set_tokens if self.working_set_tokens else 1.0
 
     @property
     def estimated_s(self) -> float | None:
@@ -87,6 +98,41 @@ class Plan:
         note = f"The machine has become slower than measured: all runs end after turn {turns} of {self.num_turns}"
         note += f" (the device pool then holds {cut.device_share:.0%} of what is played)."
         return replace(cut, notes=(*self.notes, note))
+
+
+def check_playable(recordings: Sequence[Recording], encoder: Encoder, wishes: Wishes) -> None:
+    """Before anything is measured: can there be sessions of this size at all? Raises SessionError saying what can be.
+
+    Where that is close, the longest sessions are built for it; a short context makes that cheap.
+    """
+    if wishes.prompt_limit < wishes.page_size:
+        raise SessionError(
+            f"{wishes.limit_named()} is too short: a prompt must fill a page of {wishes.page_size} tokens"
+        )
+    if recordings:
+        return
+    num_sessions, turns = wishes.num_sessions or DEFAULT_SESSIONS, wishes.turns or DEFAULT_TURNS
+    needed = least_tokens(encoder, num_sessions, turns, max(_LONGEST_LEAST, wishes.prompt_limit))
+    most = scripted_lengths(wishes.prompt_limit, turns)
+    sized = f"{counted(num_sessions, 'session')} of {counted(turns, 'turn')}"
+    if len(needed) < turns:
+        raise SessionError(f"{wishes.limit_named()} is too short for {sized}: {len(needed)} would fit. {_INSTEAD}")
+    if any(length < least for length, least in zip(most, needed, strict=True)):
+        least = _least_longest(needed, turns)
+        raise SessionError(f"{wishes.limit_named()} is too short: {sized} need at least {least:,}. {_INSTEAD}")
+    if 2 * needed[-1] > wishes.prompt_limit:
+        try:
+            build_sessions(encoder, num_sessions, most)
+        except SessionError as error:
+            raise SessionError(f"{wishes.limit_named()} is too short for {sized}: {error}. {_INSTEAD}") from error
+
+
+def _least_longest(needed: Sequence[int], turns: int) -> int:
+    """The least longest prompt with which every turn has what it needs."""
+    longest = needed[-1]
+    while any(length < least for length, least in zip(scripted_lengths(longest, turns), needed, strict=True)):
+        longest += 1
+    return longest
 
 
 def make_plan(recordings: Sequence[Recording], encoder: Encoder, wishes: Wishes, speed: Speed | None) -> Plan:
@@ -143,6 +189,10 @@ def _plan(sessions: Sequence[Session], wishes: Wishes, speed: Speed | None, note
     page = wishes.page_size
     total = working_set_tokens(sessions, page)
     longest = max(len(prompt) for session in sessions for prompt in session.prompts)
+    if not total:
+        raise SessionError(
+            f"no prompt fills a page of {page} tokens (the longest has {longest}): a cache could keep nothing of it"
+        )
     share = -(-total // (DEVICE_SHARE * page)) * page
     least = (-(-(longest + wishes.max_new_tokens) // page) + 1) * page
     plan = Plan(tuple(sessions), page, max(share, least), wishes.max_new_tokens, speed, tuple(notes))

@@ -22,6 +22,7 @@ ACCEPTED_FORMATS = (
     "conversation_trace.jsonl (lines with input_length, hash_ids), Claude Code trace_*.json (block_size, requests)"
 )
 MOONCAKE_BLOCK_TOKENS = 512
+_MOST_TOKENS = 2**24
 Row = dict[str, Any]  # a JSON object of somebody else's file
 Reader = Callable[[Path, Sequence[Row]], list[Recording]]
 
@@ -54,13 +55,17 @@ def _objects(path: Path) -> list[Row]:
     """The JSON objects of the file: one for a JSON document, one a line for JSON lines."""
     try:
         text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise TranscriptError(f"{path}: the file is empty. Accepted: {ACCEPTED_FORMATS}")
         lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        is_document = not lines or not _is_json(lines[0][1])
+        is_document = not _is_json(lines[0][1])
         rows = [json.loads(text)] if is_document else [_parse_line(path, number, line) for number, line in lines]
     except OSError as error:
         raise TranscriptError(f"{path}: cannot be read ({error.strerror})") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:  # not UTF-8, not JSON, or a number with too many digits
         raise TranscriptError(f"{path}: not JSON ({error}). Accepted: {ACCEPTED_FORMATS}") from error
+    except RecursionError as error:
+        raise TranscriptError(f"{path}: JSON that is nested too deep") from error
     if not all(isinstance(row, dict) for row in rows):
         raise TranscriptError(f"{path}: JSON, but not of objects. Accepted: {ACCEPTED_FORMATS}")
     return rows
@@ -69,7 +74,7 @@ def _objects(path: Path) -> list[Row]:
 def _is_json(line: str) -> bool:
     try:
         json.loads(line)
-    except json.JSONDecodeError:
+    except ValueError:
         return False
     return True
 
@@ -77,7 +82,7 @@ def _is_json(line: str) -> bool:
 def _parse_line(path: Path, number: int, line: str) -> Row:
     try:
         row: Row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise TranscriptError(f"{path}: line {number} is not JSON ({error})") from error
     return row
 
@@ -92,7 +97,8 @@ def _read_mini_swe(path: Path, rows: Sequence[Row]) -> list[Recording]:
     prompts: dict[str, list[tuple[Message, ...]]] = {}
     for number, row in enumerate(rows, 1):
         session = str(_field(path, f"call {number}", row, "session_id"))
-        prompts.setdefault(session, []).append((Message("user", str(_field(path, f"call {number}", row, "input"))),))
+        text = _unicode(str(_field(path, f"call {number}", row, "input")))
+        prompts.setdefault(session, []).append((Message("user", text),))
     many = len(prompts) > 1
     return [TextRecording(path.stem[:12] + many * f"/{name[:8]}", calls) for name, calls in prompts.items()]
 
@@ -111,8 +117,13 @@ def _read_swe_agent(path: Path, rows: Sequence[Row]) -> list[Recording]:
 def _text(content: Any) -> str:
     """A message's content: a string, or (newer recordings) a list of parts of which the text ones count."""
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content)
-    return str(content or "")
+        return _unicode("".join(str(part.get("text", "")) for part in content))
+    return _unicode(str(content or ""))
+
+
+def _unicode(text: str) -> str:
+    """JSON can hold halves of characters, tokenizers cannot: they become question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _read_mooncake(path: Path, rows: Sequence[Row]) -> list[Recording]:
@@ -144,7 +155,7 @@ def _read_mooncake(path: Path, rows: Sequence[Row]) -> list[Recording]:
 def _read_claude_code(path: Path, rows: Sequence[Row]) -> list[Recording]:
     """One recording for the main agent and one for each sub-agent, however deep they nest."""
     trace = rows[0]
-    block_tokens = int(trace["block_size"])
+    block_tokens = _count(path, "block_size", trace["block_size"])
     recordings: list[Recording] = []
     agents = [(str(trace.get("id", path.stem)), trace["requests"])]
     while agents:
@@ -160,9 +171,18 @@ def _read_claude_code(path: Path, rows: Sequence[Row]) -> list[Recording]:
 
 
 def _block_prompt(path: Path, where: str, row: Row, length_field: str) -> BlockPrompt:
-    return BlockPrompt(
-        np.asarray(_field(path, where, row, "hash_ids"), np.int64), int(_field(path, where, row, length_field))
-    )
+    hash_ids = np.asarray(_field(path, where, row, "hash_ids"), np.int64)
+    if hash_ids.ndim != 1:
+        raise TranscriptError(f"{path}: hash_ids of {where} is not a list of numbers")
+    return BlockPrompt(hash_ids, _count(path, f"{length_field} of {where}", _field(path, where, row, length_field)))
+
+
+def _count(path: Path, what: str, value: Any) -> int:
+    """A number of tokens: at least 1, and not so many that nobody can have sent them."""
+    count = int(value)
+    if not 1 <= count <= _MOST_TOKENS:
+        raise TranscriptError(f"{path}: {what} is {count}, expected 1 to {_MOST_TOKENS:,}")
+    return count
 
 
 _READERS: Sequence[tuple[Sequence[str], Reader]] = (

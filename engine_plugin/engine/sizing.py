@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cachekernels.system_memory import AvailableMemory, available_memory
 
+from cachesvc.daemon.summary import size
 from engine_plugin.engine.args import EngineArgs
 from engine_plugin.hicache.config import PRIVATE
 
@@ -13,7 +14,6 @@ DEFAULT_POOL_CONTEXTS = 4
 """Without --max-total-tokens the device pool holds so many whole contexts, in at most a quarter of the free memory."""
 
 FRAME_ALIGNMENT = 4096
-GIB = 2**30
 
 
 class StartupError(RuntimeError):
@@ -33,9 +33,9 @@ class MemoryPlan:
     def describe(self) -> str:
         """Need, have and reserve, for a person."""
         return (
-            f"need {(self.device_bytes + self.host_bytes) / GIB:.2f} GiB (device {self.device_bytes / GIB:.2f}, host "
-            f"{self.host_bytes / GIB:.2f}), have {self.available.have_bytes / GIB:.2f} GiB ({self.available.source}), "
-            f"reserve {self.available.reserve_bytes / GIB:.2f} GiB"
+            f"need {size(self.device_bytes + self.host_bytes)} (device {size(self.device_bytes)}, host "
+            f"{size(self.host_bytes)}), have {size(self.available.have_bytes)} ({self.available.source}), "
+            f"reserve {size(self.available.reserve_bytes)}"
         )
 
 

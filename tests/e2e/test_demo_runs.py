@@ -111,6 +111,40 @@ def test_a_folder_that_is_not_there_is_named_before_anything_runs(
     assert f"--json: there is no folder {tmp_path / 'absent'}" in captured.err and not captured.out
 
 
+def test_a_target_that_cannot_be_written_is_named_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_long = tmp_path / ("x" * 300)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for target, why in ((tmp_path, "is a folder"), (too_long, "cannot be written (File name too long)"), (loop, "")):
+        assert run_demo("--json", str(target)) == 2
+        captured = capsys.readouterr()
+        assert f"cachesvc demo: --json: {target} {why}".strip() in captured.err.replace("'", "") and not captured.out
+
+
+def test_finding_out_whether_a_target_can_be_written_leaves_no_trace(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("before")
+    for target in (kept, tmp_path / "new.json"):
+        assert run_demo("--json", str(target), "--max-tokens-per-turn", "100") == 2
+    assert kept.read_text() == "before" and not (tmp_path / "new.json").exists()
+
+
+def test_a_target_that_turns_out_full_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo("--turns", "1", "--json", "/dev/full") == 1
+    captured = capsys.readouterr()
+    assert captured.err == "cachesvc demo: --json: /dev/full cannot be written (No space left on device)\n"
+    assert "4 agent sessions in turn, 1 turn, prompts of" in captured.out
+
+
+def test_recorded_prompts_of_less_than_a_page_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = tmp_path / "tiny.jsonl"
+    tiny.write_text('{"session_id": "a", "input": "hello", "output": "x"}\n')
+    assert run_demo("--sessions", str(tiny)) == 2
+    assert "no prompt fills a page of 64 tokens (the longest has 5)" in capsys.readouterr().err
+
+
 def test_different_output_is_located_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo("--engine-arg=--wrong-tiers-after=7") == 1
     out = capsys.readouterr().out
@@ -144,9 +178,28 @@ def test_a_file_of_another_format_names_those_accepted(tmp_path: Path, capsys: p
     assert "cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
-def test_a_wrong_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.command(["--turns", "0"]) == 2
-    assert "argument --turns: must be at least 1, got 0" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--turns", "0"], "argument --turns: must be at least 1, got 0"),
+        (["--turns", "abc"], "argument --turns: must be a whole number, got 'abc'"),
+        (["--num-sessions", "1.5"], "argument --num-sessions: must be a whole number, got '1.5'"),
+        (["--max-tokens-per-turn", "1"], "argument --max-tokens-per-turn: must be at least 64 (a page), got 1"),
+        (["--engine-arg", '"'], "argument --engine-arg: '\"' is not a command line: No closing quotation"),
+        (["--model-path", ""], "argument --model-path: must not be empty"),
+        (["--json", ""], "argument --json: must not be empty"),
+        (["--sessions", " "], "argument --sessions: must not be empty"),
+        (["--session", "x"], "unrecognized argument --session: did you mean --sessions?"),
+    ],
+)
+def test_a_wrong_option_is_named_in_one_line(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.command(argv) == 2
+    assert capsys.readouterr().err == f"cachesvc demo: error: {expected} (see cachesvc demo --help)\n"
+
+
+def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.command(["--help"]) == 0 and "--sessions FILE" in capsys.readouterr().out
 
 
@@ -157,7 +210,30 @@ def test_a_model_that_does_not_exist_is_named(capsys: pytest.CaptureFixture[str]
 
 def test_sessions_that_cannot_be_built_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo("--max-tokens-per-turn", "200") == 2
-    assert "too short" in capsys.readouterr().err
+    assert "--max-tokens-per-turn 200 is too short: 4 sessions of 3 turns need at least 463" in capsys.readouterr().err
+    assert run_demo("--num-sessions", "100000") == 2
+    assert "100000 sessions need as many files to read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("context_tokens", "turns", "expected"),
+    [
+        (2048, "4", "is too short for 4 sessions of 4 turns: a prompt of 1870 tokens is too short"),
+        (60, "1", "is too short: a prompt must fill a page of 64 tokens"),
+        (9000, "100000", "is too short for 4 sessions of 100,000 turns: "),
+    ],
+)
+def test_a_context_too_short_for_sessions_is_said_before_anything_is_measured(
+    context_tokens: int, turns: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def open_short(path: str | None) -> ServedModel:
+        assert path == "short"
+        return ServedModel(path, ByteEncoder(vocab_size=259), context_tokens)
+
+    options = demo.parser().parse_args(["--model-path", "short", "--turns", turns])
+    assert demo.run(options, ("/nowhere/engine",), open_short) == 2
+    why = f"cachesvc demo: the model's context of {context_tokens:,} tokens (prompt and output) {expected}"
+    assert capsys.readouterr().err.startswith(why)
 
 
 def test_storage_and_logs_are_kept_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,13 +141,28 @@ def test_a_wrong_extra_config_is_named(text: str, expected: str, capsys: pytest.
         (["--port", "70000"], "must be in [0, 65535], got 70000"),
         (["--enable-hierarchical-cach"], "did you mean --enable-hierarchical-cache?"),
         (["--hicache-write-polic=write_back"], "did you mean --hicache-write-policy?"),
-        (["--nothing-like-it-at-all"], "unrecognized argument --nothing-like-it-at-all"),
+        (["--nothing-like-it-at-all"], "unrecognized argument --nothing-like-it-at-all (see"),
+        (["--tensor-parallel-size"], "unrecognized argument --tensor-parallel-size (see"),
+        (["--hicache-ratio", "1e300"], "--hicache-ratio: must be at most 1e+06, got 1e300"),
+        (["--hicache-size", "1e300"], "--hicache-size: must be at most 1e+09, got 1e300"),
+        (["--drain-timeout", "1e300"], "--drain-timeout: must be at most 86400, got 1e300"),
+        (["--hicache-ratio", "x"], "--hicache-ratio: must be a number of at least 0, got x"),
+        (["--max-total-tokens", "9" * 30], "--max-total-tokens: must be less than 2^63, got 99"),
+        (["--max-total-tokens", "9" * 5000], "--max-total-tokens: must be a whole number, got 99"),
+        (["--host", ""], "--host: must not be empty"),
+        (["--model-path", ""], "--model-path: must not be empty"),
+        (["--served-model-name", " "], "--served-model-name: must not be empty"),
     ],
 )
 def test_a_wrong_flag_is_answered_with_what_is_valid(
     argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert expected in refused(capsys, *argv)
+    told = refused(capsys, *argv)
+    assert expected in told
+    assert (
+        told.startswith("cachesvc engine: error: ") and told.count("\n") == 1 and "see cachesvc engine --help" in told
+    )
+    assert len(told) < 400
 
 
 def test_the_effective_values_can_be_written_as_json() -> None:

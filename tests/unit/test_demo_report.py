@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from engine_plugin.demo.report import bar_of, console_for, report, seconds
 from engine_plugin.demo.results import DemoResult, as_json, first_difference, num_equal
 from engine_plugin.demo.screen import PlainScreen, TerminalScreen, screen_for
 from engine_plugin.demo.sizing import Plan
+from engine_plugin.demo.wording import counted
 from engine_plugin.hicache.base import CachedTokens
 
 
@@ -39,7 +41,7 @@ def demo_of(*runs: RunResult) -> DemoResult:
 
 def text_of(result: DemoResult, width: int = 100, *, ascii_only: bool = False) -> str:
     file = io.StringIO()
-    Console(file=file, width=width).print(report(result, ascii_only=ascii_only))
+    Console(file=file, width=width).print(report(result, ascii_only=ascii_only, width=width))
     return file.getvalue()
 
 
@@ -88,6 +90,41 @@ def test_report_fits_its_width_and_shows_every_source() -> None:
     assert "8.00 s" in text and "200 ms" in text and "Set-up before them: 3.2 s (speed 3.0 s, sessions 0.2 s)." in text
     plain = text_of(demo_of(*runs), ascii_only=True)
     assert "####" in plain and "█" not in plain
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_no_number_and_no_header_is_cut(width: int) -> None:
+    """Only the names of sessions may be."""
+    names = ("engine_plugin/demo/a_rather_long_name_of_a_file.py", "short")
+    sessions = tuple(replace(one, name=name) for one, name in zip(SESSIONS, names, strict=True))
+    cached = CachedTokens(64, 0, 127_808)
+    turns = tuple(TurnResult(i % 2, i // 2, 127_936, cached, 123.4, 200.0, (1,)) for i in range(24))
+    held = TierBytes(136_000_000_000, 277_000_000_000, 413_000_000_000)
+    runs = [RunResult(name, turns, 2.0, 1234.5, 0.5, held) for name in ("without tiers", "with tiers", "after restart")]
+    result = replace(demo_of(*runs), plan=Plan(sessions, 64, 384, 2, None, ()))
+    text = text_of(result, width)
+    cut = [line for line in text.splitlines() if "…" in line]
+    assert len(cut) == 1 and cut[0].startswith("1 engine_")
+    assert max(map(len, text.splitlines())) <= width
+    (header,) = (line for line in text.splitlines() if line.startswith("session"))
+    assert " ".join(header.split()) == "session prompt device host storage computed first token no tiers"
+    assert cut[0].split()[-9:] == ["127,936", "64", "0", "127,808", "64", "123.4", "s", "123.4", "s"]
+
+
+def test_one_of_a_kind_is_not_called_many() -> None:
+    text = text_of(demo_of(*(run_of(name, (1,)) for name in ("one", "two", "three"))))
+    assert "The same 1 request, three times" in text
+    assert "The answer is the same tokens in all 3 runs." in text
+    assert (counted(1, "turn"), counted(0, "turn"), counted(1024, "token")) == ("1 turn", "0 turns", "1,024 tokens")
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "expected"),
+    [(0.5, "as soon"), (0.51, "as soon"), (0.49, "as soon"), (0.6, "1.2x later"), (0.25, "2.0x sooner")],
+)
+def test_a_difference_too_small_to_show_is_none(ttft_s: float, expected: str) -> None:
+    text = text_of(demo_of(run_of("one", (1,)), run_of("two", (1,), ttft_s=ttft_s)))
+    assert expected in text and "1.0x" not in text
 
 
 def test_bars_are_proportional_and_never_empty() -> None:

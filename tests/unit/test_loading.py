@@ -283,3 +283,9 @@ def test_rotary_tables_follow_the_float32_angles_of_training() -> None:
     assert cosines.shape == sines.shape == (2048, 16)
     assert np.abs(cosines - angles.cos().numpy()).max() < 5e-4 and np.abs(sines - angles.sin().numpy()).max() < 5e-4
     assert cosines[0].tolist() == [1.0] * 16 and sines[0].tolist() == [0.0] * 16
+
+
+@pytest.mark.parametrize("path", ["", " ", "a\0b"])
+def test_a_model_path_that_names_nothing_is_said_to(path: str) -> None:
+    with pytest.raises(ModelNotFound, match=r"names nothing; expected a \.gguf file"):
+        open_model(path)

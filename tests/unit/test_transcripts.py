@@ -144,7 +144,8 @@ def test_claude_code_sub_agents_are_sessions_of_their_own(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "not JSON"),
+        ("", "the file is empty"),
+        (" \n\n", "the file is empty"),
         ("just words", "not JSON"),
         ("\xff", "not JSON"),
         ("[1, 2]", "not of objects"),
@@ -171,6 +172,12 @@ def test_an_unknown_file_names_the_accepted_formats(tmp_path: Path, content: str
         ('{"history": [{"role": "user", "content": "no reply"}]}', "no model call"),
         ('{"input_length": {}, "hash_ids": [1]}', "another kind of value"),
         ('{"input_length": 5, "hash_ids": "abc"}', "another kind of value"),
+        ('{"input_length": 5, "hash_ids": [[1]]}', "hash_ids of request 1 is not a list of numbers"),
+        ('{"input_length": 0, "hash_ids": []}', "input_length of request 1 is 0, expected 1 to"),
+        ('{"input_length": 1000000000000, "hash_ids": [1]}', "input_length of request 1 is 1000000000000, expected 1"),
+        ('{"block_size": 0, "requests": []}', "block_size is 0, expected 1 to"),
+        ('{"block_size": 64, "requests": [{"in": 5, "hash_ids": [' + "9" * 5000 + "]}]}", "not JSON"),
+        ("[" * 100_000, "nested too deep"),
         ('{"block_size": "x", "requests": []}', "another kind of value"),
         ('{"block_size": 64, "requests": [{"in": 5}]}', "request 1 of file has no 'hash_ids'"),
     ],
@@ -180,6 +187,12 @@ def test_a_broken_line_is_named(tmp_path: Path, content: str, message: str) -> N
     path.write_text(content)
     with pytest.raises(TranscriptError, match=message):
         read_recordings(path)
+
+
+def test_halves_of_characters_become_question_marks(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text('{"session_id": "a", "input": "x\\ud800y", "output": ""}\n')
+    assert read_text(path)[0].prompts[0][0].content == "x?y"
 
 
 def test_line_separators_inside_a_string_do_not_cut_the_line(tmp_path: Path) -> None:
