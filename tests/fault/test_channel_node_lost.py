@@ -224,6 +224,38 @@ def test_lent_frames_stay_quarantined_until_the_node_has_let_go_of_them(gated):
     engine.client.detach()
 
 
+def test_a_publication_that_was_lost_with_the_connection_is_made_up_for():
+    with Node() as node, RunningDoor(node) as door:
+        engine, other = engine_of(door.path), engine_of(door.path, "other", PATIENT)
+        engine.client._talk.post = lambda message: True  # on its way when the connection ends
+        engine.fill(KEYS, FRAMES)
+        cut(engine)
+        until(engine, lambda: not is_connected(engine))
+        until(engine, lambda: is_connected(engine))
+        engine.client.counters()
+        assert other.client.lookup(KEYS).num_pages == 8
+        other.client.detach()
+        engine.client.detach()
+
+
+def test_a_cancel_that_finds_no_room_is_sent_later(gated):
+    node, door, reached, release = gated
+    engine = engine_of(door.path)
+    op = engine.prefetch(KEYS, FRAMES)
+    assert reached.wait(HANG_S)
+    link = engine.client._link
+    link.post = lambda frame: False
+    engine.client.cancel(op)
+    del link.post
+    engine.poll()
+    engine.client.counters()  # what was said before has been obeyed
+    (running,) = next(iter(node._roster)).ops.values()
+    assert running.given_up is OpEnd.CANCELLED
+    release.set()
+    engine.wait(op)
+    engine.client.detach()
+
+
 def test_another_node_is_not_joined_before_the_one_before_is_proven_dead(tmp_path, caplog):
     """Else the lock that proves the death would be the new one's."""
     with NodeProcess() as old:
@@ -332,11 +364,13 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on():
             try:
                 engine.client.lookup(KEYS)
             except RuntimeError as error:
-                said = str(error)
+                said = f"{error}; sockets: {engine.client._link.fileno()} {engine.client.fileno()}"
             os.write(writing, said.encode())
             os._exit(0)
         os.waitpid(pid, 0)
-        assert b"before a fork" in os.read(reading, 1000)
+        said = os.read(reading, 1000)
+        assert b"before a fork" in said
+        assert b"sockets: -1 -1" in said  # else the child keeps the session open
         os.close(reading)
         os.close(writing)
         assert engine.wait(engine.prefetch(KEYS, FRAMES)) == OpEnd.BAD_PAGE

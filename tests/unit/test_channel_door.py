@@ -1,8 +1,10 @@
 """The node's end of the local channel: hello, verbs, declines, order, and an orderly end."""
 
+import errno
 import os
 import socket
 import stat
+import threading
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult
 from cachesvc.rpc import channel_pb2, codec
+from cachesvc.rpc.framing import to_frame
 from tests.helpers.channels import RawClient, RunningDoor, connected, readable
 from tests.helpers.resources import growth, resources
 from tests.oracles.pages import HANG_S, IDENTITY, chain, depths, memory_backend, page
@@ -209,6 +212,106 @@ def test_a_session_whose_op_cannot_end_keeps_its_socket_when_the_channel_stops()
         os.close(kept)
         assert client.sock.recv(1) == b""
         client.__exit__()
+
+
+def test_a_long_lookup_runs_beside_the_loop_and_keeps_the_order_of_its_session(node, monkeypatch):
+    reached, release, look = threading.Event(), threading.Event(), node.lookup
+
+    def slow(session, keys):
+        if len(keys) > 4:
+            reached.set()
+            assert release.wait(HANG_S)
+        return look(session, keys)
+
+    monkeypatch.setattr(node, "lookup", slow)
+    options = ChannelOptions(slice_keys=4)
+    with RunningDoor(node, options=options) as door, RawClient(door.path, "a") as asker, RawClient(door.path) as other:
+        asker.send(channel_pb2.ToNode(call=1, lookup=channel_pb2.Lookup(op=1, keys=KEYS.tobytes())))
+        asker.send(channel_pb2.ToNode(call=2, ping=channel_pb2.Ping()))
+        assert reached.wait(HANG_S)
+        other.ping()
+        assert not readable(asker.sock)
+        release.set()
+        assert [asker.receive().call, asker.receive().call] == [1, 2]
+
+
+def test_what_arrives_in_one_piece_is_obeyed_in_turns(node):
+    with RunningDoor(node, options=ChannelOptions(messages_per_turn=2)) as door, RawClient(door.path) as client:
+        ping = to_frame(channel_pb2.ToNode(call=1, ping=channel_pb2.Ping()))
+        client.send(ping * 9)
+        assert [client.receive().call for _ in range(9)] == [1] * 9
+
+
+def test_the_loop_takes_turns_between_sessions(door, node, monkeypatch):
+    """One session's heap of messages does not keep the loop: others' calls come in between."""
+    obeyed = []
+    monkeypatch.setattr(node, "publish", lambda session, frames: obeyed.append(session.request.group))
+    publish = to_frame(channel_pb2.ToNode(publish=channel_pb2.Publish(frames=bytes(4))))
+    with RawClient(door.path, "many") as many, RawClient(door.path, "few") as few:
+
+        async def arrive():
+            by_group = {
+                connection.handler._session.request.group: connection for connection in door.door._desk.connections
+            }
+            by_group["many"].data_received(publish * 100)
+            by_group["few"].data_received(publish)
+
+        door.call(arrive())
+        many.ping()
+        few.ping()
+    assert obeyed.index("few") <= ChannelOptions().messages_per_turn
+    assert len(obeyed) == 101
+
+
+def test_a_session_that_the_node_has_ended_is_closed(node, door):
+    with RawClient(door.path) as client:
+        node.detach(next(iter(node._roster)))
+        client.send(channel_pb2.ToNode(call=1, lookup=channel_pb2.Lookup(op=1, keys=KEYS.tobytes())))
+        assert client.is_closed()
+
+
+def test_a_bug_in_a_verb_ends_its_session_only_and_is_counted(node, door, monkeypatch, caplog):
+    def broken(*_):
+        raise ZeroDivisionError("a bug")
+
+    with RawClient(door.path, "a") as client, RawClient(door.path, "b") as other:
+        monkeypatch.setattr(node, "lookup", broken)
+        client.send(channel_pb2.ToNode(call=1, lookup=channel_pb2.Lookup(op=1, keys=KEYS.tobytes())))
+        assert client.is_closed()
+        other.ping()
+    assert node.registry.snapshot()["cachesvc_channel_exceptions_total"] == 1
+    assert "a bug" in caplog.text
+
+
+def test_a_bug_in_opening_is_a_refusal(node, door, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(node, "attach", broken)
+    with pytest.raises(AttachRefused, match="a bug") as refused:
+        RawClient(door.path)
+    assert refused.value.result is AttachResult.REFUSED_FAILED
+
+
+def test_without_descriptors_accepting_pauses_and_goes_on(node, door):
+    listener = door.door._listener
+
+    class Full:
+        def accept(self):
+            raise OSError(errno.EMFILE, "too many open files")
+
+        def fileno(self):
+            return listener.fileno()
+
+    async def fail():
+        door.door._listener = Full()
+        door.door._accept()
+        door.door._listener = listener
+
+    door.call(fail())
+    assert node.registry.snapshot()["cachesvc_channel_accept_errors_total"] == 1
+    with RawClient(door.path) as client:  # waits in the backlog meanwhile
+        client.ping()
 
 
 def test_no_descriptor_and_no_thread_is_left(node):
