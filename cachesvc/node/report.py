@@ -131,5 +131,5 @@ def report_tier(name: str, backend: StorageBackend, troubles: list[str]) -> Tier
         capacity_bytes=usage.capacity_bytes,
         objects=usage.objects,
         is_complete=backend.knows_all(),
-        troubles=tuple(troubles),
+        troubles=(*troubles, *(() if backend.is_serving() else ("calls are declined for a while: too many failed",))),
     )

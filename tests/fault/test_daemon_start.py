@@ -3,11 +3,13 @@ behind. (Memory cannot be left behind: regions have no name.)"""
 
 import json
 import os
+import signal
 import socket
 import threading
 
 import pytest
 
+from cachesvc.commands.up import command as up_command
 from cachesvc.config.model import ConfigError, TierConfig
 from cachesvc.daemon import tiers as daemon_tiers
 from cachesvc.daemon.tiers import open_tiers
@@ -102,6 +104,14 @@ def test_check_finds_the_same_and_opens_no_door(home):
         assert ended.returncode == expected, ended.stderr
         assert expected == 0 or all(word in ended.stderr for word in words)
     assert not home.socket.parent.exists()
+
+
+def test_a_signal_during_the_start_ends_it_in_order(home, monkeypatch):
+    """Before the event loop is there to take it."""
+    monkeypatch.setattr("cachesvc.commands.up.compose", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert up_command(["--socket", str(home.socket)]) == 0
+    assert os.listdir(home.socket.parent) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_port_in_use_is_named_and_nothing_is_left(home):
