@@ -59,10 +59,12 @@ def default_path() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "cachesvc" / "pages"
 
 
-def default_capacity(directory_fd: int) -> int:
+def default_capacity(directory_fd: int, path: Path) -> int:
     """The smaller of 10 GiB and a tenth of what is free now. Raises StorageConfigError where nothing is free."""
     status = os.fstatvfs(directory_fd)
     share = status.f_bavail * status.f_frsize // DEFAULT_FREE_SHARE
     if share < 1:
-        raise StorageConfigError("the file system has no free space; set capacity_bytes", free_bytes=0)
+        raise StorageConfigError(
+            f"path: the file system of {str(path)!r} has no free space; make room or set capacity_bytes"
+        )
     return min(DEFAULT_CAPACITY_BYTES, share)

@@ -18,6 +18,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 from cachekernels.files import ALIGNMENT_BYTES, DIFFERENT, KEPT_EARLIER, NUM_SHARDS, WRONG_LENGTH, FileIo
@@ -59,6 +61,15 @@ CAPABILITIES = Capabilities(
     scattered=True,
 )
 _SHARDS_A_BATCH = 16
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REMEDIES = {
+    errno.EROFS: "mount it writable, or name another path",
+    errno.EACCES: "give this user the right to write there, or name another path",
+    errno.EPERM: "give this user the right to write there, or name another path",
+    errno.ENOSPC: "make room, or name another path",
+    errno.EDQUOT: "raise the quota, make room, or name another path",
+}
 
 
 class ObjectDirectory(StorageBackend):
@@ -72,14 +83,17 @@ class ObjectDirectory(StorageBackend):
         # what another thread has put under the same name meanwhile.
         self._naming = threading.Lock()
         directory_fd = _open_directory(config)
-        try:
+        path, capacity = config.path, config.capacity_bytes
+        with _explained(path), ExitStack() as always, ExitStack() as undo:
+            always.callback(os.close, directory_fd)
+            capacity = default_capacity(directory_fd, path) if capacity is None else capacity
+            self._machine = SharedMachines(path, config.machine) if config.machine else OneMachine(path)
+            undo.callback(self._machine.close)
+            self._writers = Writers(path, self._machine)
+            undo.callback(self._writers.close)
             self.is_direct = _choose_direct(config, directory_fd)
-            capacity = default_capacity(directory_fd) if config.capacity_bytes is None else config.capacity_bytes
-            self._machine = SharedMachines(config.path, config.machine) if config.machine else OneMachine(config.path)
-            self._writers = Writers(config.path, self._machine)
             self._files = FileIo(directory_fd, self._writers.token, direct=self.is_direct, num_threads=config.threads)
-        finally:
-            os.close(directory_fd)
+            undo.pop_all()
         self._index = FileIndex(self._files, self._writers, self._machine, capacity)
 
     def capabilities(self) -> Capabilities:
@@ -268,11 +282,30 @@ def _open_directory(config: FileConfig) -> int:
     return fd
 
 
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What the system refuses while a directory is prepared becomes a StorageConfigError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "name another path")
+        raise StorageConfigError(f"path: {str(path)!r} cannot be written: {error.strerror}; {remedy}") from error
+
+
 def _choose_direct(config: FileConfig, directory_fd: int) -> bool:
-    """Whether to use O_DIRECT, by trying it in the directory itself: the platform says nothing about a file system."""
+    """Whether to use O_DIRECT, by trying it in the directory itself: the platform says nothing about a file system.
+
+    Raises OSError for what has nothing to do with it.
+    """
     if config.direct == "off":
         return False
-    problem = _probe_direct(directory_fd)
+    try:
+        problem = _probe_direct(directory_fd)
+    except OSError as error:
+        if error.errno not in _NO_ROOM or config.direct == "on":
+            raise
+        logger.warning("%s in %s to try O_DIRECT: using the page cache", error.strerror, config.path)
+        return False
     if problem is None:
         return True
     if config.direct == "on":
@@ -282,7 +315,7 @@ def _choose_direct(config: FileConfig, directory_fd: int) -> bool:
 
 
 def _probe_direct(directory_fd: int) -> str | None:
-    """Write and read one aligned block; what went wrong, or None."""
+    """Write and read one aligned block; what went wrong, or None. Raises OSError where O_DIRECT is not to blame."""
     name = f"probe.{os.getpid()}.{time.monotonic_ns()}"
     block = mmap.mmap(-1, ALIGNMENT_BYTES)
     pattern = b"cachesvc" * (ALIGNMENT_BYTES // 8)
@@ -299,6 +332,8 @@ def _probe_direct(directory_fd: int) -> str | None:
             os.close(fd)
             os.unlink(name, dir_fd=directory_fd)
     except OSError as error:
+        if error.errno not in _NOT_DIRECT:
+            raise
         return str(error.strerror)
     finally:
         block.close()

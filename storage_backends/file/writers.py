@@ -22,6 +22,7 @@ import mmap
 import os
 import secrets
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 from storage_backends.errors import StorageClosed
@@ -58,9 +59,13 @@ class Writers:
         self._directory = directory / _DIRECTORY
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self.token = secrets.token_hex(8)
-        self._token_fd = self._register()
-        self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._memory = self._map(directory / _USAGE)
+        with ExitStack() as undo:
+            self._token_fd = self._register()
+            undo.callback(self._unregister)
+            self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, self._lock_fd)
+            self._memory = self._map(directory / _USAGE)
+            undo.pop_all()
         self._counters = _Counters.from_buffer(self._memory)
         self._joins_alone = -1
 
@@ -124,13 +129,16 @@ class Writers:
 
     def close(self) -> None:
         """Leave. The byte count stays as it is, for the others and for nobody. Never raises."""
+        del self._counters
+        self._memory.close()
+        os.close(self._lock_fd)
+        self._unregister()
+
+    def _unregister(self) -> None:
         try:
             (self._directory / self.token).unlink(missing_ok=True)
         except OSError as error:  # the directory was replaced or became read-only; unlocked, the name is a dead one's
             logger.warning("cannot remove the registration %s: %s", self._directory / self.token, error.strerror)
-        del self._counters
-        self._memory.close()
-        os.close(self._lock_fd)
         os.close(self._token_fd)
 
     def _register(self) -> int:
@@ -158,7 +166,8 @@ class Writers:
     def _map(path: Path) -> mmap.mmap:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, mmap.PAGESIZE)
+            # Not a hole: on a full file system the first write to one, through the mapping, would be a SIGBUS.
+            os.posix_fallocate(fd, 0, mmap.PAGESIZE)
             return mmap.mmap(fd, mmap.PAGESIZE)
         finally:
             os.close(fd)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -217,14 +219,72 @@ class TestFullDisk:
         backend.close()
 
     def test_nothing_free_is_said_at_start(self, small_disk: Path) -> None:
-        with open(small_disk / "ballast", "wb", buffering=0) as ballast:
-            while True:
-                try:
-                    ballast.write(bytes(4096))
-                except OSError:
-                    break
-        with pytest.raises(StorageConfigError, match="no free space; set capacity_bytes"):
+        fill(small_disk)
+        with pytest.raises(StorageConfigError, match=f"file system of '{small_disk}' has no free space; make room"):
             FileBackend(FileConfig(small_disk))
+
+    def test_full_is_one_line_with_a_remedy(self, small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """Also where nothing was mapped before: memory over a hole of a full file system is a SIGBUS."""
+        fill(small_disk)
+        refused = f"path: '{small_disk}' cannot be written: No space left on device; make room, or name another path"
+        with pytest.raises(StorageConfigError, match=f"^{re.escape(refused)}$"):
+            FileBackend(FileConfig(small_disk, 2**20))
+        assert not caplog.records
+        assert below(small_disk, "writers/*") == []
+
+    def test_full_since_the_last_start_does_not_blame_o_direct(
+        self, small_disk: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        FileBackend(FileConfig(small_disk, 2**20)).close()
+        fill(small_disk)
+        FileBackend(FileConfig(small_disk, 2**20)).close()
+        assert [record.getMessage() for record in caplog.records] == [
+            f"No space left on device in {small_disk} to try O_DIRECT: using the page cache"
+        ]
+        with pytest.raises(StorageConfigError, match="cannot be written: No space left on device; make room"):
+            FileBackend(FileConfig(small_disk, 2**20, direct="on"))
+
+    @pytest.mark.parametrize("was_used", [True, False])
+    def test_read_only_is_one_line_with_a_remedy(
+        self, small_disk: Path, was_used: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        if was_used:
+            FileBackend(FileConfig(small_disk, 2**20)).close()
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        refused = (
+            f"path: '{small_disk}' cannot be written: Read-only file system; mount it writable, or name another path"
+        )
+        with pytest.raises(StorageConfigError, match=f"^{re.escape(refused)}$"):
+            FileBackend(FileConfig(small_disk, 2**20))
+        assert not caplog.records
+
+
+def fill(path: Path) -> None:
+    with open(path / "ballast", "wb", buffering=0) as ballast:
+        while True:
+            try:
+                ballast.write(bytes(4096))
+            except OSError:
+                return
+
+
+class TestNoRightToWrite:
+    def test_it_is_one_line_with_a_remedy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As for a user who may read only; root may do everything, so the system call is told to refuse."""
+
+        mkdir = Path.mkdir
+
+        def refused_below(path: Path, *args: object, **kwargs: object) -> None:
+            if path != tmp_path:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            mkdir(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "mkdir", refused_below)
+        with pytest.raises(StorageConfigError, match="cannot be written: Permission denied; give this user the right"):
+            FileBackend(FileConfig(tmp_path, 2**20))
+        assert not caplog.records
 
 
 class TestFileSizeLimit:
