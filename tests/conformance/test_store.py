@@ -78,12 +78,11 @@ def test_any_subset_in_any_order(store):
     assert store.contains(KEYS[11:5:-1]).tolist() == [MISS] * 2 + [OK] * 4
 
 
-def test_a_call_of_more_pages_than_the_slab_has(store, tiers):
+def test_a_call_of_more_pages_than_the_slab_has(store):
     results = store.put(KEYS, PAGES)
     assert set(results.tolist()) == {OK}
-    found = got(store, np.arange(len(KEYS)))
-    assert set(found) <= {OK, MISS}
-    assert found[-8:] == [OK] * 8
+    assert got(store, np.arange(len(KEYS))[-8:]) == [OK] * 8
+    assert set(got(store, np.arange(len(KEYS)))) <= {OK, MISS}
 
 
 def test_nothing_is_asked_for_no_pages(store):
