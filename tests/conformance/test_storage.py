@@ -62,7 +62,9 @@ class OnFiles:
         self.root = tmp_path / "objects"
 
     def open(self, object_bytes: int) -> FileBackend:
-        backend = FileBackend(FileConfig(self.root, ROOM * object_bytes, direct=self.direct, threads=2, machine=self.machine))
+        backend = FileBackend(
+            FileConfig(self.root, ROOM * object_bytes, direct=self.direct, threads=2, machine=self.machine)
+        )
         assert backend.wait_ready(30)
         return backend
 

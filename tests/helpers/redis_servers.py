@@ -57,7 +57,7 @@ class Server:
     flags: list[str]
     tls: Tls | None = None
     port: int = field(default_factory=free_port)
-    directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="rs-")))
+    directory: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"rs-{os.urandom(6).hex()}")
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -78,6 +78,7 @@ class Server:
 
     def start(self) -> None:
         """Returns when it answers."""
+        self.directory.mkdir(mode=0o700, exist_ok=True)
         ports = ["--port", str(self.port)]
         if self.tls is not None:
             ports = ["--port", "0", "--tls-port", str(self.port), *self.tls.flags]
