@@ -49,6 +49,7 @@ class StoreHandler(SessionHandler):
     def __init__(self, node: Node, session: StoreSession) -> None:
         self._node = node
         self._session = session
+        self._has_left = False  # the client said so
         self._verbs: dict[str, Callable[[managed_pb2.ToStore, Port], None]] = {
             "reserve": self._reserve,
             "commit": self._commit,
@@ -88,9 +89,14 @@ class StoreHandler(SessionHandler):
 
     def drain(self, timeout_s: float) -> None:
         self._session.wait_idle(timeout_s)
+        self._session.give_up()  # what still runs touches no memory but the slab's
 
     def detach(self) -> None:
-        self._node.managed.leave(self._session)
+        # A connection that the node closes says nothing of the client, which may be in the middle of a copy.
+        if self._has_left:
+            self._node.managed.leave(self._session)
+        else:
+            self._node.managed.lost(self._session)
 
     def lost(self) -> None:
         self._node.managed.lost(self._session)
@@ -122,6 +128,7 @@ class StoreHandler(SessionHandler):
         self._answer(port)
 
     def _leave(self, message: managed_pb2.ToStore, port: Port) -> None:
+        self._has_left = True
         port.finish(managed_pb2.FromStore(call=message.call, left=managed_pb2.Left()))
 
     def _answer(self, port: Port) -> None:

@@ -52,6 +52,11 @@ class HandOver:
     def __init__(self, parts: Parts, roster: Roster) -> None:
         self._parts = parts
         self._roster = roster
+        self._spares: list[Callable[[], bool]] = []
+
+    def add_spare(self, drop: Callable[[], bool]) -> None:
+        """`drop` gives up memory that nobody uses, where a new region needs it; False: there is none."""
+        self._spares.append(drop)
 
     def grant(self, request: AttachRequest) -> Grant:
         """The region for this attach; the caller makes a session of it, or gives it `back`. AttachRefused: its message
@@ -178,18 +183,19 @@ class HandOver:
         return Grant(region, self._parts.pages.add(region), RegionSource.CREATED)
 
     def new_region(self, num_frames: int, frame_bytes: int) -> Region:
-        """New memory, held for the node and in no index. Kept regions make room, the oldest first. AttachRefused: it
-        does not fit even so."""
+        """New memory, held for the node and in no index. Kept regions make room, the oldest first, then what else can
+        be spared. AttachRefused: it does not fit even so."""
         while True:
             try:
                 region = Region.create(num_frames, frame_bytes)
             except RegionTooLarge as error:
                 with self._parts.state:
                     oldest = self._parts.kept.take_oldest()
-                if oldest is None:
+                if oldest is not None:
+                    logger.warning("group %s: its kept region makes room for a new one", oldest.claim.group)
+                    self._parts.kept.drop(oldest, RegionDrop.MEMORY)
+                elif not any(drop() for drop in self._spares):
                     raise AttachRefused(str(error), AttachResult.REFUSED_MEMORY) from error
-                logger.warning("group %s: its kept region makes room for a new one", oldest.claim.group)
-                self._parts.kept.drop(oldest, RegionDrop.MEMORY)
             else:
                 region.hold(Side.NODE)
                 return region

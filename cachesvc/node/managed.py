@@ -71,6 +71,15 @@ class ManagedMemory:
             for slab in self._slabs.values():
                 slab.clear_suspects()
 
+    def drop_unused(self) -> bool:
+        """Gives up the slab that has been unused for longest; False: every one has clients."""
+        with self._parts.state:
+            slab = next((slab for slab in self._slabs.values() if not slab.num_clients), None)
+            if slab is not None:
+                logger.warning("tenant %s: its unused slab makes room for a new region", slab.tenant)
+                self._drop(slab)
+            return slab is not None
+
     def slabs(self) -> list[Slab]:
         """Those there are."""
         with self._parts.state:

@@ -97,6 +97,7 @@ class Node:
         )
         self._hand_over = HandOver(self._parts, self._roster)
         self.managed = ManagedMemory(self._parts, self._hand_over.new_region, self._ids)
+        self._hand_over.add_spare(self.managed.drop_unused)
         self._audit = Audit(self._parts, self._roster, self.managed)
         self._add_gauges()
 

@@ -378,6 +378,24 @@ def test_a_message_sent_twice_does_nothing_the_second_time(node, door):
         assert client.ask(commit(3, 1, bytes(4))).error.reason == Reject.BAD_OP
 
 
+def test_a_door_that_closes_does_not_wait_for_reads_that_hang_nor_free_what_is_being_written(node, backend):
+    let_go = threading.Event()
+    with RunningDoor(node) as door, RawStore(door.path) as client, RawStore(door.path) as writer:
+        for seed in range(2, 12, 2):  # so many that the first are only in storage
+            with opened(door.path) as store:
+                assert store.put(some_keys(4, seed), PAGES).tolist() == [OK] * 4
+            until(door, lambda: not node.managed.slabs()[0].ops)
+        writer.ask(reserve(1))
+        backend.before["get"] = lambda ids: let_go.wait(HANG_S) and None
+        asked = {"keys": some_keys(4, 2).tobytes(), "depths": positions(4).tobytes()}
+        client.send(get(1, **asked))
+        until(door, lambda: node.managed.slabs()[0].ops)
+        assert door.stop(0.05) == 0
+        assert client.receive() is None
+        assert node.managed.slabs()[0].counts()["quarantined"] == 4
+        let_go.set()
+
+
 def test_another_sessions_frames_and_reads_are_out_of_reach(node, door):
     with RawStore(door.path) as client, RawStore(door.path) as other, RawStore(door.path, tenant="x") as stranger:
         client.ask(reserve(1))

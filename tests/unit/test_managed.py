@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 from cachekernels.pages import object_ids
+from cachekernels.region import Region, RegionTooLarge
 
-from cachesvc.client.base import AttachRefused
+from cachesvc.client.base import AttachRefused, AttachRequest
 from cachesvc.clock import ManualClock
 from cachesvc.identity import store_keys
 from cachesvc.node.node import Node
@@ -27,7 +28,7 @@ from tests.helpers.store_user import (
     request,
     some_keys,
 )
-from tests.oracles.pages import ScriptedBackend, memory_backend, run_all
+from tests.oracles.pages import IDENTITY, ScriptedBackend, memory_backend, run_all
 
 OK, EXISTS, MISS, CORRUPT, CHANGED = (int(o) for o in Outcome if o <= Outcome.CHANGED and o != Outcome.UNSUPPORTED)
 NO_SPACE, THROTTLED, UNAVAILABLE, FAILED, CANCELLED = (
@@ -624,6 +625,26 @@ def test_pages_of_a_dropped_slab_come_from_the_tiers(node):
     StoreUser(node, tenant="team-b", frames=40)
     assert node.managed.slabs()[0].tenant == "team-b"
     assert StoreUser(node, frames=8).get(KEYS[:4]) == [OK] * 4
+
+
+def test_a_slab_that_nobody_has_open_makes_room_for_an_engines_region(bare, monkeypatch):
+    users = [StoreUser(bare, tenant=tenant) for tenant in ("t0", "t1", "t2")]
+    for user in users[1:]:
+        bare.managed.leave(user.session)
+    create, refusals = Region.create, [RegionTooLarge(3, 2, 1, "a test")]
+
+    def tight(*arguments, **options):
+        if refusals:
+            raise refusals.pop()
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(Region, "create", tight)
+    bare.attach(AttachRequest(IDENTITY, "engine", 1, IDENTITY.page_bytes()))
+    assert [slab.tenant for slab in bare.managed.slabs()] == ["t0", "t2"]
+    refusals += [RegionTooLarge(3, 2, 1, "a test")] * 2
+    with pytest.raises(AttachRefused, match="a test"):
+        bare.attach(AttachRequest(IDENTITY, "other", 1, IDENTITY.page_bytes()))
+    assert [slab.tenant for slab in bare.managed.slabs()] == ["t0"]
 
 
 def test_a_slab_too_large_for_the_machine_is_refused():
