@@ -78,13 +78,17 @@ class TestWhoMovesWhat:
         assert np.array_equal(target.rows[2, :4096], pages.rows[2, :4096])
         assert native_files(backend) == 2
 
-    def test_memory_not_aligned_for_direct_io(self, tmp_path: Path) -> None:
+    def test_memory_not_aligned_for_direct_io(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """NIXL is not even asked."""
+        moves: list[object] = []
         ids, pages, target = make_ids(2), Buffers.make(2, SIZE, seed=1, shift=1), Buffers.make(2, SIZE, shift=3)
         with opened(tmp_path / "pages", direct="on") as backend:
+            monkeypatch.setattr(backend.agent, "_move", lambda *asked: moves.append(asked))
             assert (backend.put_from(ids, pages.segments()) == Outcome.OK).all()
             assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
             assert np.array_equal(target.rows, pages.rows)
             assert native_files(backend) == 4
+        assert not moves
 
     def test_a_failed_transfer_is_done_natively(
         self, backend: NixlBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,6 +227,8 @@ class TestObjects:
         with closing(s3_backend(plain)) as backend:
             assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
         assert np.array_equal(target.rows, pages.rows)
+        with closing(open_backend(options)) as another:
+            assert (another.put_from(ids, pages.segments()) == Outcome.EXISTS).all(), "asked before it is written"
 
     def test_what_nixl_fails_at_is_done_again(
         self, options: dict[str, object], monkeypatch: pytest.MonkeyPatch

@@ -84,7 +84,9 @@ REFUSALS = [
 class TestWrongAnswers:
     """No answer but success counts as success, on any call, and the next call is served."""
 
-    @pytest.mark.parametrize(("answer", "expected"), [*REFUSALS, (status(204), Outcome.FAILED)])
+    @pytest.mark.parametrize(
+        ("answer", "expected"), [*REFUSALS, (status(204), Outcome.FAILED), (status(412), Outcome.FAILED)]
+    )
     def test_get(self, scripted: ScriptedS3, answer: Answer, expected: Outcome) -> None:
         with opened(scripted.options) as backend:
             scripted.add("GET", answer, value(bytes(SIZE)))
@@ -101,6 +103,7 @@ class TestWrongAnswers:
             (status(400, "EntityTooLarge"), Outcome.TOO_LARGE),
             (status(507, "XMinioStorageFull"), Outcome.NO_SPACE),
             (status(412, "PreconditionFailed"), Outcome.EXISTS),
+            (status(404), Outcome.FAILED),
         ],
     )
     def test_put(self, scripted: ScriptedS3, answer: Answer, expected: Outcome) -> None:
