@@ -14,5 +14,6 @@ NB_MODULE(_core, m) {
     bind_paged_copy(m);
     bind_object_index(m);
     bind_file_io(m);
+    bind_spoiled_memory(m);
     bind_row_math(m);
 }

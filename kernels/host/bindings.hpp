@@ -12,5 +12,6 @@ void bind_page_index(nanobind::module_& m);
 void bind_paged_copy(nanobind::module_& m);
 void bind_object_index(nanobind::module_& m);
 void bind_file_io(nanobind::module_& m);
+void bind_spoiled_memory(nanobind::module_& m);
 void bind_row_math(nanobind::module_& m);
 }  // namespace cachesvc

@@ -9,6 +9,7 @@
 // that needs a destructor, take no lock, throw nothing, and hand results out only by storing them through a pointer.
 #pragma once
 #include <cstddef>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -41,6 +42,20 @@ void guarded_each(size_t num_items, const Body& body, const OnFault& on_fault) {
 template <class Body>
 void guarded_all(size_t num_items, const Body& body) {
     guarded_each(num_items, body, [](size_t index) { throw MemoryFault(index); });
+}
+
+// memcpy where either side may fault. False: it did, and the target holds any part of the bytes.
+inline bool guarded_copy(void* target, const void* source, size_t bytes) {
+    bool is_whole = true;
+    guarded_each(1, [&](size_t) { std::memcpy(target, source, bytes); }, [&](size_t) { is_whole = false; });
+    return is_whole;
+}
+
+// memcmp == 0 where either side may fault, which then is not equal.
+inline bool guarded_equal(const void* one, const void* other, size_t bytes) {
+    bool is_equal = false;
+    guarded_each(1, [&](size_t) { is_equal = std::memcmp(one, other, bytes) == 0; }, [](size_t) {});
+    return is_equal;
 }
 
 }  // namespace cachesvc

@@ -11,6 +11,7 @@
 #include <memory>
 #include <system_error>
 
+#include "fault_guard.hpp"
 #include "file_transfer.hpp"
 
 namespace cachesvc {
@@ -90,7 +91,7 @@ bool starts_with(int fd, const Segments::Object& object) {
             if (got < 0 && errno == EINTR) continue;
             if (got < 0) return false;
             if (got == 0) return true;
-            if (std::memcmp(buffer, seen, static_cast<size_t>(got)) != 0) return false;
+            if (!guarded_equal(buffer, seen, static_cast<size_t>(got))) return false;
             seen += got;
             at += got;
             left -= static_cast<size_t>(got);

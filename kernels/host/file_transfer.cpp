@@ -6,9 +6,10 @@
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <vector>
+
+#include "fault_guard.hpp"
 
 namespace cachesvc {
 namespace {
@@ -66,7 +67,7 @@ class Transfer {
                 take = std::min(bytes, bounce_bytes - bounced_);
                 // An aligned remainder of this segment can still go direct once the file position is aligned again.
                 if (reinterpret_cast<uintptr_t>(memory) % alignment_ == past) take = std::min(take, alignment_ - past);
-                add_bounce(memory, take);
+                if (!add_bounce(memory, take)) return EFAULT;
             }
             pending_ += take;
             memory += take;
@@ -79,15 +80,16 @@ class Transfer {
         return 0;
     }
 
-    void add_bounce(uint8_t* memory, size_t bytes) {
+    // False: the memory faults, as the kernel would say for an aligned piece.
+    bool add_bounce(uint8_t* memory, size_t bytes) {
         uint8_t* place = bounce_ + bounced_;
-        if (direction_ == Direction::write) std::memcpy(place, memory, bytes);
-        else stands_.push_back({bounced_, pending_, memory, bytes});
+        if (direction_ == Direction::read) stands_.push_back({bounced_, pending_, memory, bytes});
         const bool adjoins =
             !pieces_.empty() && static_cast<uint8_t*>(pieces_.back().iov_base) + pieces_.back().iov_len == place;
         if (adjoins) pieces_.back().iov_len += bytes;
         else pieces_.push_back({place, bytes});
         bounced_ += bytes;
+        return direction_ == Direction::read || guarded_copy(place, memory, bytes);
     }
 
     // Moves all pending pieces, however often the kernel does part of it.
@@ -116,8 +118,9 @@ class Transfer {
             if (direction_ == Direction::read && done % alignment_ != 0) ended_ = true;
         }
         for (const Stand& stand : stands_)
-            if (stand.pending < done)
-                std::memcpy(stand.memory, bounce_ + stand.at, std::min(stand.bytes, done - stand.pending));
+            if (stand.pending < done &&
+                !guarded_copy(stand.memory, bounce_ + stand.at, std::min(stand.bytes, done - stand.pending)))
+                return EFAULT;
         offset_ += done;
         pending_ = bounced_ = 0;
         pieces_.clear();

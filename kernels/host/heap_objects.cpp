@@ -1,7 +1,8 @@
 #include "heap_objects.hpp"
 
 #include <algorithm>
-#include <cstring>
+
+#include "fault_guard.hpp"
 
 namespace cachesvc {
 namespace {
@@ -30,10 +31,10 @@ std::vector<HeapObjects::Block> HeapObjects::stage(const Segments& segments, con
         Block& block = staged[i];
         block.size = object.bytes();
         block.bytes = std::make_unique_for_overwrite<uint8_t[]>(block.size);
-        each_range(object, block.size, [&](const uint8_t* source, size_t at, size_t length) {
-            std::memcpy(block.bytes.get() + at, source, length);
-            return true;
+        const bool is_whole = each_range(object, block.size, [&](const uint8_t* source, size_t at, size_t length) {
+            return guarded_copy(block.bytes.get() + at, source, length);
         });
+        if (!is_whole) throw MemoryFault(i);
     }
     return staged;
 }
@@ -61,10 +62,10 @@ void HeapObjects::read(const ObjectId* ids, const Segments& segments, Found* fou
         found[i] = Found::missing;
         if (!block) continue;
         const Segments::Object object = segments.object(i);
-        each_range(object, block->size, [&](uint8_t* target, size_t at, size_t length) {
-            std::memcpy(target, block->bytes.get() + at, length);
-            return true;
+        const bool is_whole = each_range(object, block->size, [&](uint8_t* target, size_t at, size_t length) {
+            return guarded_copy(target, block->bytes.get() + at, length);
         });
+        if (!is_whole) throw MemoryFault(i);
         found[i] = object.bytes() == block->size ? Found::ok : Found::wrong_length;
     }
 }
@@ -78,7 +79,7 @@ void HeapObjects::remove_if_equal(const ObjectId* ids, const Segments& segments,
         const Block& block = *place->second;
         const bool equal =
             each_range(segments.object(i), block.size, [&](const uint8_t* seen, size_t at, size_t length) {
-                return std::memcmp(seen, block.bytes.get() + at, length) == 0;
+                return guarded_equal(seen, block.bytes.get() + at, length);
             });
         found[i] = equal ? Found::ok : Found::different;
         if (equal) objects_.erase(place);

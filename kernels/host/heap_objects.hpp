@@ -24,11 +24,11 @@ class HeapObjects {
     };
     enum class Found : uint8_t { ok = 0, missing = 1, wrong_length = 2, different = 3 };
 
-    // Copies of the objects; which[i] == 0 leaves block i empty. Throws std::bad_alloc.
+    // Copies of the objects; which[i] == 0 leaves block i empty. Throws std::bad_alloc, MemoryFault.
     static std::vector<Block> stage(const Segments& segments, const uint8_t* which);
     // Takes staged[i] for every which[i]; stored[i] = 0 where the id was taken already.
     void publish(const ObjectId* ids, std::vector<Block>& staged, const uint8_t* which, size_t count, uint8_t* stored);
-    // Copies as much as fits; wrong_length when not every byte of both sides was used.
+    // Copies as much as fits; wrong_length when not every byte of both sides was used. Throws MemoryFault.
     void read(const ObjectId* ids, const Segments& segments, Found* found) const;
     // Removes objects whose first bytes equal the segments; `different` otherwise.
     void remove_if_equal(const ObjectId* ids, const Segments& segments, Found* found);

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from redis.connection import Connection, ConnectionPool
 
 from storage_backends.redis.names import Rows
+from storage_backends.segment_views import fill
 
 Buffer = bytes | memoryview
 Reply = object
@@ -126,7 +127,7 @@ class Wire:
         for target in targets:
             fits = min(left, len(target))
             taken = min(fits, len(held))
-            target[:taken] = held[:taken]
+            fill([target[:taken]], held[:taken])
             held = held[taken:]
             self._receive(target[taken:fits])
             left -= fits

@@ -18,7 +18,7 @@ from storage_backends.names import NAME_DIGITS, is_name
 from storage_backends.per_object import Listing, ObjectError, ObjectStore
 from storage_backends.s3.config import S3Config
 from storage_backends.s3.failures import FAILURES, object_error, outcome_of
-from storage_backends.segment_views import starts_alike
+from storage_backends.segment_views import fill, starts_alike
 
 SUFFIX: Final = ".page"
 _PIECE_BYTES: Final = 1024 * 1024
@@ -126,13 +126,15 @@ class S3Store(ObjectStore):
 
     def _fill(self, body: Any, into: list[memoryview], limit: int, deadline_s: float, name: str) -> int:
         """Read up to `limit` bytes into the parts, in order; how many arrived."""
-        got = 0
+        got, piece = 0, memoryview(bytearray(_PIECE_BYTES))
         for part in into:
             at = 0
             while at < len(part) and got < limit:
-                count = body.readinto(part[at : at + min(_PIECE_BYTES, limit - got)])
+                # Not into the part: the body is copied out of a buffer, and the part may be memory that faults.
+                count = body.readinto(piece[: min(len(part) - at, len(piece), limit - got)])
                 if not count:
                     return got
+                fill([part[at : at + count]], piece[:count])
                 at, got = at + count, got + count
                 if self._clock() > deadline_s:
                     raise ObjectError(Outcome.TIMEOUT, f"{self._key(name)}: the body took over {self._timeout_s:g} s")
