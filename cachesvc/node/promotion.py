@@ -3,7 +3,8 @@
 DESIGN. The pages have just been read into an engine's frames; a promotion reads them there by the rules of a backup
 (generations before and after; a frame that was rewritten is not written). It locks nothing and nobody waits for it: an
 engine that wants the frame back takes it. So it is bounded by what may wait, and everything that is not written is
-counted with its reason.
+counted with its reason. Its pages are claimed like those of a backup, so that a page which is being deleted is not
+written back.
 """
 
 from __future__ import annotations
@@ -45,30 +46,38 @@ class Promotion(Work):
             if session.is_released or session.is_draining:
                 self._over(Unpromoted.SESSION_ENDED)
                 return Next.IDLE
+            blocking = parts.writes.blocking(self._keys)
+            if blocking is not None:
+                blocking.parked.append(self)
+                return Next.IDLE
+            flight = parts.writes.claim(self._keys, session.region, self._frames)
             session.slice_began()
         try:
-            self._write()
+            self._write(slice(0, len(flight)))
         finally:
             with parts.state:
+                for work in parts.writes.land(flight):
+                    work.resume()
+                    parts.pool.submit(work)
                 session.slice_ended()
-        self._over(None)
-        return Next.IDLE
+        return self._go_on(len(flight))
 
     def resume(self) -> None:
-        """Never parked."""
+        """The flight it was parked on has landed."""
 
     def fail(self, error: Exception) -> None:
         self._over(Unpromoted.FAILED)
 
-    def _write(self) -> None:
+    def _write(self, pages: slice) -> None:
         session, region = self._session, self._session.region
+        frames, generations = self._frames[pages], self._generations[pages]
 
         def unchanged(which: NDArray[np.intp]) -> NDArray[np.bool_]:
-            return region.validate(self._frames[which], self._generations[which])
+            return region.validate(frames[which], generations[which])
 
-        segments = Segments.single(region.frame_addresses(self._frames), region.frame_bytes, region.data())
-        ids = object_ids(self._keys)
-        answers = session.parts.tiers.promote(session.namespace, ids, segments, self._ranks, unchanged)
+        segments = Segments.single(region.frame_addresses(frames), region.frame_bytes, region.data())
+        ids = object_ids(self._keys[pages])
+        answers = session.parts.tiers.promote(session.namespace, ids, segments, self._ranks[pages], unchanged)
         counters = session.parts.counters
         counters.promoted_pages.inc(float(np.count_nonzero(answers == Outcome.OK)))
         counters.unpromoted_pages.inc(float(np.count_nonzero(answers == Outcome.EXISTS)), Unpromoted.EXISTS)
@@ -76,10 +85,16 @@ class Promotion(Work):
         refused = (answers != Outcome.OK) & (answers != Outcome.EXISTS) & (answers != Outcome.CHANGED)
         counters.unpromoted_pages.inc(float(np.count_nonzero(refused)), Unpromoted.TIER)
 
-    def _over(self, reason: Unpromoted | None) -> None:
+    def _go_on(self, num_done: int) -> Next:
+        """The first pages are written, or not; another flight has the next one, if there is any."""
+        self._session.parts.promotions.ended(num_done)
+        self._keys, self._frames = self._keys[num_done:], self._frames[num_done:]
+        self._ranks, self._generations = self._ranks[num_done:], self._generations[num_done:]
+        return Next.AGAIN if len(self._keys) else Next.IDLE
+
+    def _over(self, reason: Unpromoted) -> None:
         self._session.parts.promotions.ended(len(self._keys))
-        if reason is not None:
-            self._session.parts.counters.unpromoted_pages.inc(len(self._keys), reason)
+        self._session.parts.counters.unpromoted_pages.inc(len(self._keys), reason)
 
 
 class Promotions:

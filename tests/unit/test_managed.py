@@ -429,6 +429,33 @@ def test_a_page_deleted_while_it_is_being_stored_stays_deleted(slow_node, slow):
     assert user.get(KEYS[:2]) == [MISS] * 2
 
 
+def test_a_page_deleted_while_it_is_promoted_stays_deleted(slow, clock):
+    """It comes from the far tier and is on its way to the near one."""
+    far = ScriptedBackend(memory_backend())
+    options = NodeOptions(managed_bytes=64 * PAGE_BYTES)
+    with Node([Tier("near", slow), Tier("far", far)], manual=True, clock=clock, options=options) as node:
+        user = StoreUser(node)
+        for first in range(0, 16, 4):
+            user.put(KEYS[first : first + 4])
+            run_all(node)
+        own = object_ids(store_keys(TENANT, NAMESPACE, PAGE_BYTES, KEYS[:2]))
+        slow.inner.delete(own)
+        calls, answers = [], []
+
+        def meanwhile():
+            slow.inside_put = lambda: None
+            calls.append(user.ask("delete", KEYS[:2]))
+            max(user.session.slab.ops.values(), key=lambda op: op.op_id).step()  # another worker
+            answers.append(user.answer(calls[0]))
+
+        slow.inside_put = meanwhile
+        assert user.get(KEYS[:2]) == [OK] * 2
+        run_all(node)
+        assert answers == [None]
+        assert user.answer(calls[0]).outcomes.tolist() == [OK] * 2
+        assert stored(slow, KEYS[:2]) == stored(far, KEYS[:2]) == [False] * 2
+
+
 def test_a_page_deleted_while_it_is_read_from_storage_does_not_come_back(slow_node, slow):
     user, other = StoreUser(slow_node), StoreUser(slow_node)
     for first in range(0, 16, 4):
