@@ -17,6 +17,7 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cachesvc.client.connect import is_private_folder
 from cachesvc.daemon.channel import MAX_PATH_BYTES
 from cachesvc.rpc.codec import versions
 
@@ -45,11 +46,16 @@ class Claim:
     @classmethod
     def take(cls, socket_path: Path) -> Claim:
         """Claims the path and removes a socket that a dead daemon left there. Makes the folder (0700) where there is
-        none. SocketTaken; OSError: the path is too long, the folder cannot be used, or no socket lies there but
-        something else."""
+        none. SocketTaken; OSError: the path is too long, the folder cannot be used or is open to others, or no socket
+        lies there but something else."""
         if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
             raise OSError(f"{socket_path} is longer than the {MAX_PATH_BYTES} bytes a Unix socket's path may have")
         socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not is_private_folder(socket_path.parent):
+            raise OSError(
+                f"{socket_path.parent} can be written by others, so that engines would trust no socket there; "
+                "choose a folder of your own"
+            )
         lock_fd = _locked(socket_path)
         try:
             _remove_stale(socket_path)

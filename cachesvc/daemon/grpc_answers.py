@@ -1,5 +1,8 @@
-"""From a method's result or exception to gRPC's answer: what is wrong with a request is a status with the reason, an
-exception of ours is INTERNAL and logged, and the server lives."""
+"""From the bytes of a request to gRPC's answer: what is wrong with a request is a status with the reason, an exception
+of ours is INTERNAL and logged, and the server lives.
+
+Requests are parsed here and not by gRPC, which would answer INTERNAL to bytes that are no message.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,15 @@ from google.protobuf.message import Message
 
 from cachesvc.client.base import AttachRefused
 from cachesvc.metrics import Registry
+from cachesvc.rpc import codec
 from cachesvc.rpc.codec import BadMessage
 
 log = logging.getLogger(__name__)
 
+Request = TypeVar("Request", bound=Message)
 Reply = TypeVar("Reply", bound=Message)
+Methods = dict[str, Any]
+"""grpc.RpcMethodHandler by name."""
 
 
 class Answers:
@@ -27,8 +34,21 @@ class Answers:
             "cachesvc_grpc_calls_total", "Calls at the gRPC door", result=["ok", "rejected", "refused", "failed"]
         )
 
-    def answer(self, context: Any, work: Callable[[], Reply]) -> Reply:
-        """What `work` returns; what it raises ends the call with a status."""
+    def method(self, kind: type[Request], work: Callable[[Request], Message]) -> Any:
+        """A method of one request and one answer, for gRPC. `work` may raise BadMessage and AttachRefused; it is called
+        on a thread of the server's."""
+
+        def obey(data: bytes) -> Message:
+            request = kind()
+            codec.parse(request, data)
+            return work(request)
+
+        return grpc.unary_unary_rpc_method_handler(
+            lambda data, context: self._answer(context, lambda: obey(data)),
+            response_serializer=lambda reply: reply.SerializeToString(),
+        )
+
+    def _answer(self, context: Any, work: Callable[[], Reply]) -> Reply:
         try:
             reply = work()
         except BadMessage as error:

@@ -13,22 +13,21 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cachesvc.daemon.claim import Claim
-from cachesvc.daemon.grpc_answers import Answers
+from cachesvc.daemon.grpc_answers import Answers, Methods
 from cachesvc.daemon.grpc_store import StorePool, StoreService
 from cachesvc.daemon.health import Health
 from cachesvc.node.node import Node
 from cachesvc.outcomes import Reject
-from cachesvc.rpc import channel_pb2, codec, common_pb2, service_pb2, service_pb2_grpc
+from cachesvc.rpc import channel_pb2, codec, common_pb2, service_pb2
 from cachesvc.rpc.codec import BadMessage
 
-SERVICES = [service.full_name for service in service_pb2.DESCRIPTOR.services_by_name.values()]
+SERVICES = [service_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("Node", "Store")]
 NUM_THREADS = 4
 MAX_CALLS = 64  # at one time; more are answered RESOURCE_EXHAUSTED
 STOP_S = 2.0
@@ -54,9 +53,13 @@ class GrpcDoor:
         )
         answers = Answers(node.registry)
         self._stores = StorePool(store_address)
-        service_pb2_grpc.add_NodeServicer_to_server(NodeService(node, status, answers), self._server)
-        store = StoreService(self._stores, answers, max_message_bytes)
-        service_pb2_grpc.add_StoreServicer_to_server(store, self._server)
+        methods = (
+            NodeService(node, status).methods(answers),
+            StoreService(self._stores, max_message_bytes).methods(answers),
+        )
+        for name, handlers in zip(SERVICES, methods, strict=True):
+            handler = grpc.method_handlers_generic_handler(name, handlers)
+            self._server.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -102,36 +105,31 @@ class GrpcDoor:
             raise OSError(f"grpc.address: cannot listen on {self.address}; choose another address, or off") from error
 
 
-class NodeService(service_pb2_grpc.NodeServicer):
-    """The service's methods. Each is called on a thread of the server's."""
+class NodeService:
+    """The methods of the service `Node`."""
 
-    def __init__(self, node: Node, status: Health, answers: Answers) -> None:
+    def __init__(self, node: Node, status: Health) -> None:
         self._node = node
         self._status = status
-        self._answer = answers.answer
 
-    def GetVersion(self, request: service_pb2.GetVersionRequest, context: Any) -> common_pb2.Versions:
-        """What speaks here."""
-        return self._answer(context, codec.versions)
+    def methods(self, answers: Answers) -> Methods:
+        """Under their names."""
+        return {
+            "GetVersion": answers.method(service_pb2.GetVersionRequest, lambda _: codec.versions()),
+            "GetStatus": answers.method(
+                service_pb2.GetStatusRequest, lambda _: status_message(self._node, self._status)
+            ),
+            "GetCounters": answers.method(
+                channel_pb2.CountersRequest, lambda _: common_pb2.Counters(values=self._node.registry.snapshot())
+            ),
+            "Lookup": answers.method(service_pb2.LookupPages, self._lookup),
+        }
 
-    def GetStatus(self, request: service_pb2.GetStatusRequest, context: Any) -> service_pb2.NodeStatus:
-        """Readiness, tiers, sessions and regions."""
-        return self._answer(context, lambda: status_message(self._node, self._status))
-
-    def GetCounters(self, request: channel_pb2.CountersRequest, context: Any) -> common_pb2.Counters:
-        """Every counter and gauge."""
-        return self._answer(context, lambda: common_pb2.Counters(values=self._node.registry.snapshot()))
-
-    def Lookup(self, request: service_pb2.LookupPages, context: Any) -> service_pb2.PagesHeld:
-        """Which pages the node holds, as far as it knows without asking a medium."""
-
-        def look() -> service_pb2.PagesHeld:
-            keys = codec.keys_of(request.keys)
-            if not len(keys):
-                raise BadMessage(Reject.BAD_LENGTH, "a lookup needs at least one key")
-            return service_pb2.PagesHeld(held=self._node.holds(keys).tobytes())
-
-        return self._answer(context, look)
+    def _lookup(self, request: service_pb2.LookupPages) -> service_pb2.PagesHeld:
+        keys = codec.keys_of(request.keys)
+        if not len(keys):
+            raise BadMessage(Reject.BAD_LENGTH, "a lookup needs at least one key")
+        return service_pb2.PagesHeld(held=self._node.holds(keys).tobytes())
 
 
 def status_message(node: Node, status: Health) -> service_pb2.NodeStatus:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachesvc.client.base import AttachRefused
 from cachesvc.client.store import Store, connect_store
-from cachesvc.daemon.grpc_answers import Answers
+from cachesvc.daemon.grpc_answers import Answers, Methods
 from cachesvc.outcomes import Reject
-from cachesvc.rpc import codec, managed_pb2, service_pb2, service_pb2_grpc
+from cachesvc.rpc import codec, managed_pb2, service_pb2
 from cachesvc.rpc.codec import BadMessage
 from storage_backends.base import Outcome
 
@@ -103,61 +102,49 @@ class StorePool:
                 unwanted.close()
 
 
-class StoreService(service_pb2_grpc.StoreServicer):
-    """The service's methods. Each is called on a thread of the server's."""
+class StoreService:
+    """The methods of the service `Store`."""
 
-    def __init__(self, pool: StorePool, answers: Answers, max_message_bytes: int) -> None:
+    def __init__(self, pool: StorePool, max_message_bytes: int) -> None:
         self._pool = pool
-        self._answer = answers.answer
         self._max_message_bytes = max_message_bytes
 
-    def Put(self, request: service_pb2.PutPages, context: Any) -> managed_pb2.Outcomes:
-        """Copies pages in."""
+    def methods(self, answers: Answers) -> Methods:
+        """Under their names."""
+        return {
+            "Put": answers.method(service_pb2.PutPages, self._put),
+            "Get": answers.method(service_pb2.GetPages, self._get),
+            "Contains": answers.method(service_pb2.StoreKeys, self._contains),
+            "Delete": answers.method(service_pb2.StoreKeys, self._delete),
+        }
 
-        def put() -> managed_pb2.Outcomes:
-            keys, page_bytes = self._checked(request.store, request.keys), request.store.page_bytes
-            if len(request.pages) != len(keys) * page_bytes:
-                raise BadMessage(
-                    Reject.BAD_LENGTH,
-                    f"{len(keys)} keys and pages of {page_bytes} bytes; got {len(request.pages)} bytes of pages",
-                )
-            pages = np.frombuffer(request.pages, np.uint8).reshape(len(keys), page_bytes)
-            with self._pool.store(request.store) as store:
-                return _outcomes(store.put(keys, pages, first_page=_first_page(request.first_page, keys)))
+    def _put(self, request: service_pb2.PutPages) -> managed_pb2.Outcomes:
+        keys, page_bytes = self._checked(request.store, request.keys), request.store.page_bytes
+        if len(request.pages) != len(keys) * page_bytes:
+            raise BadMessage(
+                Reject.BAD_LENGTH,
+                f"{len(keys)} keys and pages of {page_bytes} bytes; got {len(request.pages)} bytes of pages",
+            )
+        pages = np.frombuffer(request.pages, np.uint8).reshape(len(keys), page_bytes)
+        with self._pool.store(request.store) as store:
+            return _outcomes(store.put(keys, pages, first_page=_first_page(request.first_page, keys)))
 
-        return self._answer(context, put)
+    def _get(self, request: service_pb2.GetPages) -> service_pb2.PagesGot:
+        keys = self._checked(request.store, request.keys)
+        pages = np.empty((len(keys), request.store.page_bytes), np.uint8)
+        with self._pool.store(request.store) as store:
+            found = store.get(keys, pages, first_page=_first_page(request.first_page, keys))
+        return service_pb2.PagesGot(outcomes=found.tobytes(), pages=pages[found == Outcome.OK].tobytes())
 
-    def Get(self, request: service_pb2.GetPages, context: Any) -> service_pb2.PagesGot:
-        """Copies pages out."""
+    def _contains(self, request: service_pb2.StoreKeys) -> managed_pb2.Outcomes:
+        keys = self._checked(request.store, request.keys)
+        with self._pool.store(request.store) as store:
+            return _outcomes(store.contains(keys))
 
-        def get() -> service_pb2.PagesGot:
-            keys = self._checked(request.store, request.keys)
-            pages = np.empty((len(keys), request.store.page_bytes), np.uint8)
-            with self._pool.store(request.store) as store:
-                found = store.get(keys, pages, first_page=_first_page(request.first_page, keys))
-            return service_pb2.PagesGot(outcomes=found.tobytes(), pages=pages[found == Outcome.OK].tobytes())
-
-        return self._answer(context, get)
-
-    def Contains(self, request: service_pb2.StoreKeys, context: Any) -> managed_pb2.Outcomes:
-        """Which pages can be had."""
-
-        def contains() -> managed_pb2.Outcomes:
-            keys = self._checked(request.store, request.keys)
-            with self._pool.store(request.store) as store:
-                return _outcomes(store.contains(keys))
-
-        return self._answer(context, contains)
-
-    def Delete(self, request: service_pb2.StoreKeys, context: Any) -> managed_pb2.Outcomes:
-        """Takes pages out."""
-
-        def delete() -> managed_pb2.Outcomes:
-            keys = self._checked(request.store, request.keys)
-            with self._pool.store(request.store) as store:
-                return _outcomes(store.delete(keys))
-
-        return self._answer(context, delete)
+    def _delete(self, request: service_pb2.StoreKeys) -> managed_pb2.Outcomes:
+        keys = self._checked(request.store, request.keys)
+        with self._pool.store(request.store) as store:
+            return _outcomes(store.delete(keys))
 
     def _checked(self, name: service_pb2.StoreName, packed: bytes) -> Keys:
         keys = codec.keys_of(packed)

@@ -53,7 +53,7 @@ def memory_room() -> Room:
     return Room("memory", memory.source, memory.have_bytes, memory.reserve_bytes)
 
 
-def tier_demand(index: int, tier: Tier) -> Demand | None:
+def tier_demand(key: str, tier: Tier) -> Demand | None:
     """What the tier may still take of its medium; None where either is unknown, or a long scan would have to tell."""
     room = tier.backend.room()
     usage = tier.backend.usage()
@@ -64,7 +64,7 @@ def tier_demand(index: int, tier: Tier) -> Demand | None:
             return None
         usage = tier.backend.usage()
     need_bytes = max(0, usage.capacity_bytes - usage.used_bytes)
-    return Demand(f"tier[{index}].options.capacity_bytes", f"tier {tier.name}", need_bytes, room)
+    return Demand(key, f"tier {tier.name}", need_bytes, room)
 
 
 def check_demands(demands: Iterable[Demand]) -> None:

@@ -192,7 +192,7 @@ def compose(config: Config) -> Daemon:
             undo.callback(tier.backend.close)
         room = memory_room()
         managed = Demand("memory.managed_bytes", "node-managed memory", config.memory.managed_bytes, room)
-        demands = [tier_demand(index, tier) for index, tier in enumerate(tiers)]
+        demands = [tier_demand(capacity_key(config, index), tier) for index, tier in enumerate(tiers)]
         known = [managed, *(demand for demand in demands if demand is not None)]
         check_demands(known)
         summary = [
@@ -205,6 +205,12 @@ def compose(config: Config) -> Daemon:
         node = Node(tiers, options=node_options(config))
         undo.pop_all()
     return Daemon(config, node, summary, open_grpc)
+
+
+def capacity_key(config: Config, index: int) -> str:
+    """What sets the capacity of a tier."""
+    own = "" if config.tier[index].capacity_bytes is not None else "options."
+    return f"tier[{index}].{own}capacity_bytes"
 
 
 def node_options(config: Config) -> NodeOptions:

@@ -81,12 +81,13 @@ def test_what_cannot_be_meant_is_a_status_with_the_reason_and_the_daemon_lives(s
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in details
     raw = channel.unary_unary(f"/{SERVICE}/Lookup", request_serializer=bytes, response_deserializer=bytes)
-    assert refused(raw, b"\xff\xff\xff")[0] in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+    code, details = refused(raw, b"\xff\xff\xff")
+    assert (code, "3 bytes are not a LookupPages" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
     nothing = channel.unary_unary(f"/{SERVICE}/Nothing", request_serializer=bytes, response_deserializer=bytes)
     assert refused(nothing, b"")[0] == grpc.StatusCode.UNIMPLEMENTED
     assert stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S) == codec.versions()
     lines = daemon.client.get("/metrics").text.splitlines()
-    assert 'cachesvc_grpc_calls_total{result="rejected"} 2.0' in lines
+    assert 'cachesvc_grpc_calls_total{result="rejected"} 3.0' in lines
     assert 'cachesvc_grpc_calls_total{result="failed"} 0.0' in lines
 
 

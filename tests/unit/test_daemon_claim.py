@@ -79,6 +79,14 @@ def test_what_is_no_socket_is_left_alone(path):
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_a_folder_that_others_can_write_is_refused(path):
+    path.parent.mkdir(mode=0o700)
+    path.parent.chmod(0o777)
+    with pytest.raises(OSError, match="can be written by others"):
+        Claim.take(path)
+    assert os.listdir(path.parent) == []
+
+
 def test_a_path_that_no_socket_can_have_is_refused(path):
     with pytest.raises(OSError, match="107"):
         Claim.take(path.with_name("x" * 120))

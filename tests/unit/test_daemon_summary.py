@@ -50,10 +50,10 @@ def test_sizes(num_bytes, text):
 def test_real_backends_say_what_their_medium_has(tmp_path):
     for name, options in (("memory", {}), ("file", {"path": str(tmp_path), "capacity_bytes": "1 MiB"})):
         backend = open_backend(name, options)
-        found = tier_demand(3, Tier("t", backend))
+        found = tier_demand("k", Tier("t", backend))
         backend.close()
         assert found is not None
-        assert found.key == "tier[3].options.capacity_bytes"
+        assert found.key == "k"
         assert found.need_bytes == backend_capacity(options)
         assert found.room.have_bytes > 0
 
@@ -82,10 +82,10 @@ class Medium:
 
 
 def test_what_a_tier_holds_already_it_does_not_need_again():
-    found = tier_demand(0, Tier("t", Medium(0, 7 * GIB)))
+    found = tier_demand("k", Tier("t", Medium(0, 7 * GIB)))
     assert found is not None
     assert found.need_bytes == 3 * GIB
 
 
 def test_a_scan_that_takes_long_is_not_a_reason_to_refuse():
-    assert tier_demand(0, Tier("t", Medium(0, 7 * GIB, scan_ends=False))) is None
+    assert tier_demand("k", Tier("t", Medium(0, 7 * GIB, scan_ends=False))) is None
