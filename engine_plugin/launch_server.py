@@ -23,6 +23,7 @@ from cachekernels.region import RegionError
 from cachesvc.client.base import AttachRefused
 from cachesvc.clock import SystemClock
 from cachesvc.identity import Identity
+from cachesvc.outcomes import AttachResult
 from engine_plugin.engine.args import EngineArgs, parse_args
 from engine_plugin.engine.http import ServerInfo, build_app
 from engine_plugin.engine.loading import LoadedModel, kv_dtype, load_model
@@ -98,7 +99,8 @@ def compose(args: EngineArgs) -> Engine:
     try:
         cache = build_cache(_cache_config(args, memory.num_frames, identity), pool, identity, SystemClock())
     except AttachRefused as error:
-        raise StartupError(f"{error} (--hicache-size, --hicache-ratio)") from error
+        flags = " (--hicache-size, --hicache-ratio)" if error.result is AttachResult.REFUSED_MEMORY else ""
+        raise StartupError(f"{error}{flags}") from error
     eos = frozenset() if loaded.tokenizer is None else loaded.tokenizer.eos_token_ids
     scheduler = Scheduler(cache, runner, limits, eos_token_ids=eos, clock=time.monotonic)
     return Engine(args, loaded, memory, pool, cache, limits, scheduler)

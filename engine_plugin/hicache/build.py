@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from cachekernels.tree import RadixTree
 
-from cachesvc.client.base import AttachRequest
+from cachesvc.client.base import AttachRefused, AttachRequest
 from cachesvc.clock import Clock
 from cachesvc.identity import Identity
+from cachesvc.outcomes import AttachResult
 from engine_plugin.hicache.base import PrefixCache
 from engine_plugin.hicache.config import CacheConfig, CacheMode
 from engine_plugin.hicache.controller import HybridCacheController, LowerTiers
@@ -63,10 +64,13 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
         request = AttachRequest(identity, config.group, config.num_host_frames, identity.page_bytes())
         attachment = link.attach(request)
         if not attachment.enabled:
-            log.warning("only the device caches: %s", attachment.warning)
-            link.close()
-            return _device_only(config, pool, identity)
+            return _without(link, attachment.warning, config, pool, identity)
         transfer = RegionTransfer(pool.layout(), pool, attachment.region)
+    except AttachRefused as refused:
+        if refused.result is AttachResult.REFUSED_VERSION:
+            return _without(link, str(refused), config, pool, identity)
+        link.close()
+        raise
     except BaseException:
         link.close()
         raise
@@ -83,6 +87,13 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
         description=[_describe_host(config, attachment.region.stride_bytes), *link.describe()],
     )
     return HybridCacheController(tree, pool.num_pages, config, lower, clock)
+
+
+def _without(link: NodeLink, why: str, config: CacheConfig, pool: KVPool, identity: Identity) -> RadixCache:
+    """The node is there, and no use to this engine."""
+    log.warning("only the device caches: %s", why)
+    link.close()
+    return _device_only(config, pool, identity)
 
 
 def _describe_host(config: CacheConfig, stride_bytes: int) -> str:

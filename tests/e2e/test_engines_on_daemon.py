@@ -224,6 +224,17 @@ def test_a_private_node_that_is_stopped_stalls_nobody_and_does_not_keep_the_engi
         os.kill(node, 0)
 
 
+@pytest.mark.slow
+def test_auto_is_the_daemon_if_there_is_one(home: Home, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(home.socket.parent.parent))
+    with engine(home, "--cachesvc-address", "auto") as alone:
+        node_of(alone.process.pid)
+        assert generate(alone, prompt(1))[0] == expected(1)
+    with DaemonProcess(home), engine(home, "--cachesvc-address", "auto") as server:
+        assert f"node     unix://{home.socket}" in "".join(server.output)
+        assert generate(server, prompt(1))[0] == expected(1)
+
+
 def private(tmp_path: Path) -> list[str]:
     """Flags of an engine with a node and files of its own."""
     extra = {"path": str(tmp_path / "pages"), "prefetch_threshold": 32}
