@@ -150,6 +150,7 @@ class Handshake:
         return channel_pb2.Welcome(boot_id=self._desk.boot_id, versions=codec.versions(), pid=os.getpid())
 
     def _refuse(self, result: AttachResult, message: str) -> NoReturn:
+        logger.warning("refused a client: %s (%s)", message, result)
         self._desk.counters.attaches.inc(1, result)
         raise AttachRefused(message, result)
 

@@ -85,7 +85,7 @@ def keys_of(data: bytes) -> Keys:
     """uint8 [n, 32]. BadMessage: not a whole number of keys."""
     if len(data) % KEY_BYTES:
         raise BadMessage(Reject.BAD_LENGTH, f"keys of {len(data)} bytes; a key has {KEY_BYTES}")
-    return np.frombuffer(data, np.uint8).reshape(-1, KEY_BYTES)
+    return np.ndarray((len(data) // KEY_BYTES, KEY_BYTES), np.uint8, data)
 
 
 def frames_bytes(frames: I32) -> bytes:

@@ -147,13 +147,14 @@ def test_a_detached_session_is_closed_and_gone(node, door):
 
 @pytest.mark.parametrize("name", ["protocol", "region"])
 @pytest.mark.parametrize("number", [0, 2, 4_000_000_000])
-def test_other_versions_are_refused_with_both(node, door, name, number):
+def test_other_versions_are_refused_with_both(node, door, caplog, name, number):
     with pytest.raises(AttachRefused) as refused:
         greet(connected(door.path), attach_hello(**{name: number}), (), HANG_S)
     assert refused.value.result is AttachResult.REFUSED_VERSION
     assert f"{name} {number}" in str(refused.value)
     assert f"{name} 1" in str(refused.value)
     assert node.counters.attaches.value("refused_version") == 1
+    assert f"{name} {number}" in caplog.text
 
 
 def test_what_the_node_refuses_is_told_in_its_words(door):
