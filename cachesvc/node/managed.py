@@ -176,10 +176,10 @@ class ManagedMemory:
         """Drops slabs that nobody has open until both bounds leave `need_bytes`. AttachRefused, with nothing dropped:
         they cannot."""
         options = self._parts.options
-        bounds = [(options.managed_bytes, "that node-managed memory may take", list(self._slabs.values()))]
+        bounds = [(options.managed_bytes, "that managed_bytes allows", list(self._slabs.values()))]
         if options.managed_tenant_bytes is not None:
             own = [slab for slab in self._slabs.values() if slab.tenant == tenant]
-            bounds.append((options.managed_tenant_bytes, f"that one tenant (here {tenant!r}) may take", own))
+            bounds.append((options.managed_tenant_bytes, f"that managed_tenant_bytes allows tenant {tenant!r}", own))
         for bound_bytes, whose, slabs in bounds:
             have_bytes = bound_bytes - sum(slab.memory_bytes for slab in slabs if slab.num_clients)
             if need_bytes > have_bytes:

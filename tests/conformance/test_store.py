@@ -85,6 +85,16 @@ def test_a_call_of_more_pages_than_the_slab_has(store):
     assert set(got(store, np.arange(len(KEYS)))) <= {OK, MISS}
 
 
+def test_a_get_gives_back_what_it_held(store, door):
+    store.put(KEYS[:4], PAGES[:4])
+    assert got(store, np.arange(8)) == [OK] * 4 + [MISS] * 4
+    store.contains(KEYS[:1])  # whatever was said before it has been heard
+    slab = door.node.managed.slabs()[0]
+    while slab.ops:  # storing holds them too
+        door.turn()
+    assert slab.counts()["held"] == 0
+
+
 def test_nothing_is_asked_for_no_pages(store):
     assert store.put(KEYS[:0], PAGES[:0]).tolist() == []
     assert store.get(KEYS[:0], PAGES[:0].copy()).tolist() == []
