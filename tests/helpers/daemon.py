@@ -83,6 +83,8 @@ class DaemonProcess:
         self._reader.start()
         if not self._ready.wait(HANG_S) or "ready\n" not in self.output:
             self.kill()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
             raise AssertionError("the daemon did not start:\n" + "".join(self.output))
         self.client = httpx.Client(base_url=self.info.admin_url, timeout=HANG_S)
         return self
