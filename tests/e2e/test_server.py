@@ -16,7 +16,8 @@ import pytest
 
 from tests.e2e.server_process import HANG_S, ServerProcess
 
-GREEDY = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+HOT = {"max_new_tokens": 8, "temperature": 10, "seed": 7, "ignore_eos": True}
+"""Greedy, this model repeats the last token of the prompt whatever its KV is; so hot, every page of it shows."""
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +35,17 @@ def test_the_start_is_summed_up(server: ServerProcess) -> None:
     head = "".join(server.output)
     assert "random:1: 3 layers, context 2048 tokens, compute float32" in head
     assert "4096 tokens in 256 pages of 16" in head
-    assert "need 0.01 GiB (device 0.01, host 0.00), have" in head
+    assert "need 6 MiB (device 6 MiB, host 0 B), have" in head
 
 
 def test_generate_text_ids_batches_and_streams_agree(server: ServerProcess) -> None:
-    text = server.generate(text="a file of bytes", sampling_params=GREEDY)
-    by_ids = server.generate(input_ids=list(b"a file of bytes"), sampling_params=GREEDY)
-    batch = server.generate(text=["a file of bytes", "another"], sampling_params=GREEDY)
+    text = server.generate(text="a file of bytes", sampling_params=HOT)
+    by_ids = server.generate(input_ids=list(b"a file of bytes"), sampling_params=HOT)
+    batch = server.generate(text=["a file of bytes", "another"], sampling_params=HOT)
     assert text["output_ids"] == batch[0]["output_ids"]
     assert len(by_ids["output_ids"]) == len(batch[1]["output_ids"]) == 8
     with server.client.stream(
-        "POST", "/generate", json={"text": "a file of bytes", "sampling_params": GREEDY, "stream": True}
+        "POST", "/generate", json={"text": "a file of bytes", "sampling_params": HOT, "stream": True}
     ) as response:
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
@@ -54,8 +55,8 @@ def test_generate_text_ids_batches_and_streams_agree(server: ServerProcess) -> N
 def test_a_second_turn_is_served_from_the_device(server: ServerProcess) -> None:
     server.flush()
     prompt = ids(200, 1)
-    first = server.generate(input_ids=prompt, sampling_params=GREEDY)
-    second = server.generate(input_ids=prompt, sampling_params=GREEDY)
+    first = server.generate(input_ids=prompt, sampling_params=HOT)
+    second = server.generate(input_ids=prompt, sampling_params=HOT)
     assert first["output_ids"] == second["output_ids"]
     assert first["meta_info"]["cached_tokens"] == 0
     assert second["meta_info"]["cached_tokens_details"] == {"device": 192, "host": 0, "storage": 0}
@@ -64,7 +65,7 @@ def test_a_second_turn_is_served_from_the_device(server: ServerProcess) -> None:
 
 def test_a_client_gone_in_mid_stream_leaves_nothing_allocated(server: ServerProcess) -> None:
     aborted = server.counters()["engine_aborted_total"]
-    body = json.dumps({"input_ids": ids(40, 2), "sampling_params": {**GREEDY, "max_new_tokens": 2000}, "stream": True})
+    body = json.dumps({"input_ids": ids(40, 2), "sampling_params": {**HOT, "max_new_tokens": 2000}, "stream": True})
     head = f"POST /generate HTTP/1.1\r\nHost: test\r\nContent-Length: {len(body)}\r\n\r\n"
     address = httpx.URL(server.url)
     with socket.create_connection((address.host, address.port or 80), HANG_S) as connection:
@@ -110,7 +111,7 @@ def test_hundreds_of_small_requests_get_the_same_tokens_as_alone(server: ServerP
     prompts = [ids(rng.randrange(1, 60), seed % 40) for seed in range(400)]
     alone: dict[str, list[int]] = {}
     for prompt in prompts[:40]:
-        alone[str(prompt)] = server.generate(input_ids=prompt, sampling_params=GREEDY)["output_ids"]
+        alone[str(prompt)] = server.generate(input_ids=prompt, sampling_params=HOT)["output_ids"]
     server.flush()
 
     async def all_together() -> list[list[int]]:
@@ -118,7 +119,7 @@ def test_hundreds_of_small_requests_get_the_same_tokens_as_alone(server: ServerP
         async with httpx.AsyncClient(base_url=server.url, timeout=HANG_S, limits=limits) as client:
 
             async def one(prompt: list[int]) -> list[int]:
-                answer = await client.post("/generate", json={"input_ids": prompt, "sampling_params": GREEDY})
+                answer = await client.post("/generate", json={"input_ids": prompt, "sampling_params": HOT})
                 assert answer.status_code == 200, answer.text
                 output: list[int] = answer.json()["output_ids"]
                 return output
@@ -132,7 +133,7 @@ def test_hundreds_of_small_requests_get_the_same_tokens_as_alone(server: ServerP
 
 
 def test_metrics_count_what_happened(server: ServerProcess) -> None:
-    server.generate(text="count me", sampling_params=GREEDY)
+    server.generate(text="count me", sampling_params=HOT)
     text = server.client.get("/metrics").text
     assert 'sglang:cached_tokens_total{cache_source="device"}' in text
     assert "cachesvc_engine_forwards_total" in text
@@ -147,7 +148,7 @@ def test_chat_over_the_models_template(server: ServerProcess) -> None:
 
 def test_sigterm_ends_the_server_with_status_0_in_the_middle_of_a_stream() -> None:
     with ServerProcess("--max-total-tokens", "4096", "--drain-timeout", "1") as running:
-        body = {"input_ids": ids(40, 2), "sampling_params": {**GREEDY, "max_new_tokens": 1900}, "stream": True}
+        body = {"input_ids": ids(40, 2), "sampling_params": {**HOT, "max_new_tokens": 1900}, "stream": True}
         with running.client.stream("POST", "/generate", json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -168,12 +169,12 @@ def test_what_was_computed_before_a_restart_comes_from_storage(tmp_path: Path) -
     ]
     prompt = ids(400, 9)
     with ServerProcess(*flags) as running:
-        before = running.generate(input_ids=prompt, sampling_params=GREEDY)
+        before = running.generate(input_ids=prompt, sampling_params=HOT)
         running.flush()
-        flushed = running.generate(input_ids=prompt, sampling_params=GREEDY)
+        flushed = running.generate(input_ids=prompt, sampling_params=HOT)
     with ServerProcess(*flags) as running:
-        after = running.generate(input_ids=prompt, sampling_params=GREEDY)
-        again = running.generate(input_ids=prompt, sampling_params=GREEDY)
+        after = running.generate(input_ids=prompt, sampling_params=HOT)
+        again = running.generate(input_ids=prompt, sampling_params=HOT)
         running.assert_nothing_allocated()
     assert before["output_ids"] == flushed["output_ids"] == after["output_ids"] == again["output_ids"]
     assert before["meta_info"]["cached_tokens"] == 0
