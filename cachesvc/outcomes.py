@@ -200,7 +200,9 @@ class PrefetchEnd(StrEnum):
     SUPERSEDED = "superseded"  # the request was admitted, or its wait was over, before storage had answered
 
     COMPLETE = "complete"  # all that storage has of it arrived
-    DEADLINE = "deadline"  # the wait was over first; what had arrived is used, the rest was given up
+    DEADLINE = "deadline"  # the time that the policy gives it was over first; what had arrived is used
+    SILENT = "silent"  # nothing had come from the node for too long, whatever the policy; what had arrived is used
+    NOT_WAITED = "not_waited"  # the request began first: best effort, or a try after a declined one; the same
     BAD_PAGE = "bad_page"  # a page could not be read; the pages before it are used
     ANCHOR_LOST = "anchor_lost"  # the prefix above lost its host copy meanwhile; what arrived was freed
     ABORTED = "aborted"  # the request ended first

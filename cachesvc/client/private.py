@@ -49,6 +49,13 @@ class TierDescription:
     name: str
     place: str | None
     capacity_bytes: int | None
+    header_bytes: int
+    alignment_bytes: int
+
+    def has_room_for(self, page_bytes: int) -> bool:
+        """Whether a single page of so many bytes, stored as it is, would fit."""
+        stored_bytes = -(-(self.header_bytes + page_bytes) // self.alignment_bytes) * self.alignment_bytes
+        return not self.capacity_bytes or stored_bytes <= self.capacity_bytes
 
 
 class PrivateNode:

@@ -74,8 +74,16 @@ def open_tiers(wanted: list[Mapping[str, Any]]) -> list[Tier]:
 
 
 def _described(tier: Tier) -> dict[str, object]:
-    """For people: name, place (None: none that means something to them), capacity in bytes (None: no limit)."""
-    return {"name": tier.name, "place": tier.backend.place(), "capacity_bytes": tier.backend.usage().capacity_bytes}
+    """For people: name, place ("": none that means something to them), capacity in bytes (0: no limit known); and what
+    a page takes beside its own bytes."""
+    capabilities = tier.backend.capabilities()
+    return {
+        "name": tier.name,
+        "place": tier.backend.place(),
+        "capacity_bytes": tier.backend.usage().capacity_bytes,
+        "header_bytes": capabilities.header_bytes,
+        "alignment_bytes": capabilities.alignment_bytes,
+    }
 
 
 async def _serve(node: Node, engine: socket.socket, started: Mapping[str, object], parent: int) -> None:

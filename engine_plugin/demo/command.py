@@ -23,7 +23,7 @@ from engine_plugin.demo.runs import ENGINE_COMMAND, Engines, measure, play_all
 from engine_plugin.demo.screen import Screen, screen_for
 from engine_plugin.demo.sizing import Plan, Wishes, check_playable, make_plan
 from engine_plugin.demo.transcripts import ACCEPTED_FORMATS, read_recordings
-from engine_plugin.demo.wording import counted
+from engine_plugin.wording import counted
 
 PAGE_SIZE = 64
 MAX_NEW_TOKENS = 8

@@ -17,7 +17,7 @@ from engine_plugin.demo.results import (
     num_equal,
     percentile_s,
 )
-from engine_plugin.demo.wording import counted
+from engine_plugin.wording import counted
 
 MAX_WIDTH = 100
 MIN_WIDTH = 80

@@ -12,7 +12,7 @@ from engine_plugin.demo.recordings import Encoder, Recording, Session, working_s
 from engine_plugin.demo.selection import selections
 from engine_plugin.demo.sessions import build_sessions, least_tokens
 from engine_plugin.demo.speed import Speed
-from engine_plugin.demo.wording import counted
+from engine_plugin.wording import counted
 
 PLAY_BUDGET_S = 200.0  # of the five minutes: the rest is for slower moments of a shared machine
 DEFAULT_SESSIONS = 4

@@ -86,6 +86,7 @@ class EngineLoop:
         self.num_step_errors = 0
         self._num_errors_in_a_row = 0
         self.num_unpersisted_pages = 0
+        self.is_drain_time_over = False
         self.fatal: BaseException | None = None
 
     # ---- from any thread
@@ -239,7 +240,9 @@ class EngineLoop:
     def _shut_down(self) -> None:
         self._scheduler.abort(lambda request: True, "the server is shutting down", 503)
         self._hand_over()
+        began_s = self._clock()
         self.num_unpersisted_pages = self._scheduler.cache.shutdown(self._drain_s)
+        self.is_drain_time_over = self._clock() - began_s >= self._drain_s
 
     # ---- sleeping and waking
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 
 from cachesvc.metrics import Registry
-from engine_plugin.engine.request import Request
+from engine_plugin.engine.request import Progress, Request
 from engine_plugin.engine.scheduler import Scheduler
 
 CACHE_SOURCES = ("device", "host", "storage")
@@ -38,11 +38,18 @@ class EngineMetrics:
         self._first_token = histogram("sglang:time_to_first_token_seconds", "From arrival to the first token")
         self._end_to_end = histogram("sglang:e2e_request_latency_seconds", "From arrival to the end")
         self._queue = histogram("sglang:queue_time_seconds", "From arrival to the first admission")
-        self._between = histogram("sglang:inter_token_latency_seconds", "Mean time between tokens of one request")
+        self._between = histogram("sglang:inter_token_latency_seconds", "From one token of a request to the next")
 
     def add_gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """A value that is asked for at each look."""
         self.registry.gauge(name, help_text, read)
+
+    def progressed(self, progress: Progress) -> None:
+        """Observe the time to the new tokens, once for each of them, as SGLang does."""
+        since_s = progress.since_last_token_s
+        if since_s is not None:
+            for _ in progress.new_token_ids:
+                self._between.observe(since_s / len(progress.new_token_ids))
 
     def finished(self, request: Request) -> None:
         """Count a request that ended, whatever way."""
@@ -63,7 +70,6 @@ class EngineMetrics:
             (self._first_token, times.first_token_latency_s),
             (self._end_to_end, times.end_to_end_s),
             (self._queue, times.queue_s),
-            (self._between, times.between_tokens_s(request.num_output_tokens)),
         ):
             if seconds is not None:
                 histogram.observe(seconds)

@@ -54,12 +54,16 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one step did to one request: tokens and text since the last Progress; `finish` once, in the last."""
+    """What one step did to one request: tokens and text since the last Progress; `finish` once, in the last.
+
+    `since_last_token_s`: from the output token before to the new ones, None for the first and without new ones.
+    """
 
     request: Request
     new_token_ids: tuple[int, ...]
     new_text: str
     finish: FinishReason | None
+    since_last_token_s: float | None = None
 
 
 class OutputText(Protocol):
@@ -92,11 +96,13 @@ class RequestTimes:
         """From arrival to the first output token."""
         return None if self.first_token_s is None else self.first_token_s - self.arrived_s
 
-    def between_tokens_s(self, num_tokens: int) -> float | None:
-        """The mean time from one of `num_tokens` output tokens to the next; None with less than two."""
-        if num_tokens < 2 or self.first_token_s is None or self.last_token_s is None:
-            return None
-        return (self.last_token_s - self.first_token_s) / (num_tokens - 1)
+    def generated(self, now_s: float) -> float | None:
+        """An output token is there. Returns the seconds since the one before, None for the first."""
+        since_s = None if self.last_token_s is None else now_s - self.last_token_s
+        self.last_token_s = now_s
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        return since_s
 
     @property
     def end_to_end_s(self) -> float | None:

@@ -261,18 +261,15 @@ class Scheduler:
             self._end(request, FinishReason("length", length=request.num_output_tokens), CloseReason.FINISHED)
 
     def _generated(self, request: Request, token_id: int) -> None:
-        now = self._clock()
         request.append(token_id)
-        request.times.last_token_s = now
-        if request.times.first_token_s is None:
-            request.times.first_token_s = now
+        since_s = request.times.generated(self._clock())
         self.counts.generated_tokens += 1
         finish = self._stop_reason(request, token_id)
         if finish is None:
             text = request.text.take(final=False)
-            self._progress.append(Progress(request, (token_id,), text, None))
+            self._progress.append(Progress(request, (token_id,), text, None, since_s))
         else:
-            self._end(request, finish, CloseReason.FINISHED, (token_id,))
+            self._end(request, finish, CloseReason.FINISHED, (token_id,), since_s)
 
     def _stop_reason(self, request: Request, token_id: int) -> FinishReason | None:
         params = request.params
@@ -328,7 +325,12 @@ class Scheduler:
         self.cache.close(handle, request.tokens[:keep_tokens] if computed_here else None, reason)
 
     def _end(
-        self, request: Request, finish: FinishReason, reason: CloseReason, new_token_ids: tuple[int, ...] = ()
+        self,
+        request: Request,
+        finish: FinishReason,
+        reason: CloseReason,
+        new_token_ids: tuple[int, ...] = (),
+        since_last_token_s: float | None = None,
     ) -> None:
         self._release(request, request.num_computed, reason)
         request.finish = finish
@@ -337,7 +339,8 @@ class Scheduler:
             self.counts.finished += 1
         else:
             self.counts.aborted += 1
-        self._progress.append(Progress(request, new_token_ids, request.text.take(final=True), finish))
+        text = request.text.take(final=True)
+        self._progress.append(Progress(request, new_token_ids, text, finish, since_last_token_s))
 
 
 def _arrival(request: Request) -> int:

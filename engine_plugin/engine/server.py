@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 from engine_plugin.engine.loop import EngineLoop
 from engine_plugin.engine.scheduler import Scheduler
 from engine_plugin.engine.service import EngineService
+from engine_plugin.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,15 @@ def _finish(engine: EngineLoop, drain_s: float) -> int:
         log.error("%s: %s", error, error.__cause__)
         return 1
     if num_lost:
-        log.warning("stopped: %d pages could not be persisted within the drain time", num_lost)
+        log.warning("stopped: %s", losses(num_lost, drain_s, is_time_over=engine.is_drain_time_over))
     else:
         log.info("stopped: every page that was to be persisted is")
     return 0
+
+
+def losses(num_pages: int, drain_s: float, *, is_time_over: bool) -> str:
+    """What became of pages that were to be persisted and are not. That the time is over need not be why."""
+    lost = f"{counted(num_pages, 'page')} worth keeping {'is' if num_pages == 1 else 'are'} not in storage"
+    if is_time_over:
+        return f"{lost}, and the drain time of {drain_s:g} s is over (--drain-timeout)"
+    return f"{lost}: storage did not take all, or host memory had no room on the way"

@@ -194,6 +194,7 @@ class EngineService:
     def _dispatch(self, progress: list[Progress]) -> None:
         for one in progress:
             self._generations[one.request.request_id].put(one)
+            self.metrics.progressed(one)
             if one.finish is not None:
                 self._forget(one.request)
                 self.metrics.finished(one.request)

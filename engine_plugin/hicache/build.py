@@ -10,6 +10,7 @@ from cachekernels.tree import RadixTree
 
 from cachesvc.client.base import AttachRefused, AttachRequest
 from cachesvc.clock import Clock
+from cachesvc.daemon.summary import size
 from cachesvc.identity import Identity
 from cachesvc.outcomes import AttachResult
 from engine_plugin.hicache.base import PrefixCache
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from engine_plugin.memory.pools import KVPool
 
 log = logging.getLogger(__name__)
-GIB = 2**30
 LinkOpener = Callable[[CacheConfig], NodeLink]
 
 
@@ -100,5 +100,5 @@ def _describe_host(config: CacheConfig, stride_bytes: int) -> str:
     num_frames = config.num_host_frames
     return (
         f"host     {num_frames * config.page_size} tokens in {num_frames} frames, "
-        f"{num_frames * stride_bytes / GIB:.2f} GiB, {config.write_policy}"
+        f"{size(num_frames * stride_bytes)}, {config.write_policy}"
     )

@@ -19,7 +19,7 @@ class CacheMode(StrEnum):
 
 
 class WritePolicy(StrEnum):
-    """When a page is copied from device to host (DESIGN section 6)."""
+    """When a page is copied from device to host."""
 
     WRITE_THROUGH = "write_through"
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
@@ -27,7 +27,7 @@ class WritePolicy(StrEnum):
 
 
 class PrefetchPolicy(StrEnum):
-    """When the prefill of a request whose prefix is being fetched may start (DESIGN section 5, step 6)."""
+    """When the prefill of a request whose prefix is being fetched may start."""
 
     BEST_EFFORT = "best_effort"
     TIMEOUT = "timeout"

@@ -16,11 +16,11 @@ from cachesvc.client.channel import ChannelClient
 from cachesvc.client.connect import default_socket_path, dial_of
 from cachesvc.client.private import PrivateNode, PrivateNodeFailed, TierSettings
 from cachesvc.client.reconnect import Dial
+from cachesvc.daemon.summary import size
 from cachesvc.outcomes import AttachResult
 from engine_plugin.hicache.config import AUTO, PRIVATE, UNIX, CacheConfig
 
 log = logging.getLogger(__name__)
-GIB = 2**30
 
 LATER = frozenset({AttachResult.REFUSED_DRAINING, AttachResult.REFUSED_BUSY, AttachResult.REFUSED_CONNECTIONS})
 """Refusals that pass by themselves."""
@@ -110,6 +110,13 @@ class PrivateLink(NodeLink):
         self.client = ChannelClient(self._node.dial)
 
     def attach(self, request: AttachRequest) -> Attachment:
+        """LinkFailed: there is a tier that could never take a page."""
+        for tier in self._node.tiers:
+            if not tier.has_room_for(request.frame_bytes):
+                raise LinkFailed(
+                    f"storage {tier.name}: {size(tier.capacity_bytes or 0)} are smaller than one page of "
+                    f"{request.frame_bytes} bytes with its header; raise capacity_bytes"
+                )
         return self.client.attach(request)
 
     def close(self) -> None:
@@ -120,7 +127,7 @@ class PrivateLink(NodeLink):
     def describe(self) -> list[str]:
         lines = [f"node     process {self._node.pid}, of this engine's own"]
         for tier in self._node.tiers:
-            limit = f"at most {tier.capacity_bytes / GIB:.2f} GiB" if tier.capacity_bytes else "no limit known"
+            limit = f"at most {size(tier.capacity_bytes)}" if tier.capacity_bytes else "no limit known"
             where = f" at {tier.place}" if tier.place else ""
             lines.append(f"storage  {tier.name}{where}, {limit}, prefetch {self._prefetch_policy}")
         return lines

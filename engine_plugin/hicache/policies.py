@@ -1,7 +1,7 @@
 """The choices a tiered cache makes, as tables and small pure classes: no tree, no thread, no clock of their own.
 
-Write policies (DESIGN section 6) differ in two values; prefetch policies (section 5, step 6) in one: how long a
-waiting request may be held back for its prefetch, counted from the first time the scheduler was told to wait.
+Write policies differ in two values; prefetch policies in one: how long a waiting request may be held back for its
+prefetch, counted from the first time the scheduler was told to wait.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cachesvc.outcomes import PrefetchEnd
 from engine_plugin.hicache.config import CacheConfig, PrefetchPolicy, WritePolicy
 
 
@@ -34,7 +35,9 @@ WRITE_RULES: Mapping[WritePolicy, WriteRule] = {
 
 
 class PrefetchRule(ABC):
-    """How long a request waits for its prefetch."""
+    """How long a request waits for its prefetch. `end` is counted for a wait that the rule has ended."""
+
+    end = PrefetchEnd.DEADLINE
 
     @abstractmethod
     def wait_bound_s(self, num_tokens: int, recompute_s: float | None) -> float:
@@ -46,6 +49,8 @@ class PrefetchRule(ABC):
 
 class BestEffort(PrefetchRule):
     """Start at the first opportunity."""
+
+    end = PrefetchEnd.NOT_WAITED
 
     def wait_bound_s(self, num_tokens: int, recompute_s: float | None) -> float:
         """Always 0."""

@@ -127,8 +127,8 @@ class Prefetcher:
             return True
         if self._has_all(fetch):
             self._done(request, fetch)
-        elif fetch.may_block and self._has_waited_enough(fetch):
-            self._finish(fetch, PrefetchEnd.DEADLINE)
+        elif fetch.may_block and (end := self._end_of_wait(fetch)) is not None:
+            self._finish(fetch, end)
         return fetch.read is None or not fetch.may_block
 
     def poll(self) -> None:
@@ -141,7 +141,7 @@ class Prefetcher:
         if fetch is None:
             return 0, 0
         if fetch.read is not None:
-            self._finish(fetch, PrefetchEnd.COMPLETE if self._has_all(fetch) else PrefetchEnd.DEADLINE)
+            self._finish(fetch, PrefetchEnd.COMPLETE if self._has_all(fetch) else PrefetchEnd.NOT_WAITED)
         return fetch.brought_begin, fetch.brought_end
 
     def close(self, request: Request) -> None:
@@ -204,11 +204,13 @@ class Prefetcher:
         read = fetch.read
         return read is not None and (read.stage is Stage.OVER or read.good >= fetch.wanted_pages)
 
-    def _has_waited_enough(self, fetch: Fetch) -> bool:
+    def _end_of_wait(self, fetch: Fetch) -> PrefetchEnd | None:
+        """Why the request goes on without the rest; None: it still waits."""
         num_tokens, now_s = fetch.wanted_pages * self._page_size, self._clock()
-        return fetch.is_silent(now_s) or fetch.patience.has_run_out(
-            now_s, num_tokens, self._rate.seconds_for(num_tokens)
-        )
+        if fetch.is_silent(now_s):
+            return PrefetchEnd.SILENT
+        has_run_out = fetch.patience.has_run_out(now_s, num_tokens, self._rate.seconds_for(num_tokens))
+        return self._rule.end if has_run_out else None
 
     def _done(self, request: Request, fetch: Fetch) -> None:
         """Nothing more will come from this read: see whether to ask again."""

@@ -181,6 +181,24 @@ def test_without_frames_a_request_is_declined_at_once_and_asks_again_while_it_wa
         finish(rig, handle)
 
 
+def test_a_later_try_that_the_request_did_not_wait_for_is_not_called_a_deadline(backend: ScriptedBackend) -> None:
+    """The policy is wait_complete, which knows none."""
+    with new_rig(backend, num_host_frames=16, prefetch_threshold_tokens=4 * PAGE) as rig:
+        rig.run(prompt(2, 14 * PAGE))
+        rig.settle()
+        node = rig.tree.match(prompt(2, 14 * PAGE)).node
+        rig.tree.lock(node, HOST)
+        handle = rig.open(TOKENS)
+        rig.tree.unlock(node, HOST)
+        for _ in range(POLLS_BETWEEN_TRIES):
+            rig.cache.poll()
+        assert rig.cache.ready(handle)
+        assert rig.count("host_frames_lent") == 12
+        admit(rig, handle)
+        assert rig.prefetch_ends() == {"miss": 1, "no_frames": 1, "not_waited": 1}
+        finish(rig, handle)
+
+
 def test_nothing_is_evicted_for_a_prefetch_that_cannot_have_enough(backend: ScriptedBackend) -> None:
     with new_rig(backend, num_host_frames=12, prefetch_threshold_tokens=8 * PAGE) as rig:
         for seed, pages in ((2, 8), (3, 4)):
@@ -235,7 +253,7 @@ def test_best_effort_starts_at_once_with_what_has_come(backend: ScriptedBackend)
         steps(rig, 2)
         assert rig.cache.ready(handle)
         assert admit(rig, handle).cached.storage == 4 * PAGE
-        assert rig.prefetch_ends() == {"deadline": 1}
+        assert rig.prefetch_ends() == {"not_waited": 1}
         finish(rig, handle)
 
 
@@ -263,6 +281,7 @@ def test_nobody_waits_for_a_node_that_brings_nothing(backend: ScriptedBackend, h
         rig.clock.advance(1.0)
         assert rig.cache.ready(handle)
         assert admit(rig, handle).cached.total == 0
+        assert rig.prefetch_ends() == {"superseded" if has_to_ask else "silent": 1}
         finish(rig, handle)  # the node was alive after all: its frames come back
         assert rig.count("host_frames_quarantined") == 0
 
@@ -430,7 +449,7 @@ def test_admission_ends_a_wait_that_nobody_waited_for(backend: ScriptedBackend) 
         steps(rig, 2)
         assert admit(rig, handle).cached.storage == 4 * PAGE
         finish(rig, handle)
-        assert rig.prefetch_ends() == {"deadline": 1}
+        assert rig.prefetch_ends() == {"not_waited": 1}
 
 
 def test_what_was_brought_is_kept_on_host_until_its_request_is_admitted(backend: ScriptedBackend) -> None:

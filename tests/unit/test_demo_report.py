@@ -14,8 +14,8 @@ from engine_plugin.demo.report import bar_of, console_for, report, seconds
 from engine_plugin.demo.results import DemoResult, as_json, first_difference, num_equal
 from engine_plugin.demo.screen import PlainScreen, TerminalScreen, screen_for
 from engine_plugin.demo.sizing import Plan
-from engine_plugin.demo.wording import counted
 from engine_plugin.hicache.base import CachedTokens
+from engine_plugin.wording import counted
 
 
 def session(name: str, *lengths: int, first: int = 0) -> Session:

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine_plugin.engine.detokenizer import NoText
 from engine_plugin.engine.metrics import CACHE_SOURCES, EngineMetrics
-from engine_plugin.engine.request import FinishReason, Request, SamplingParams
+from engine_plugin.engine.request import FinishReason, Progress, Request, SamplingParams
 from engine_plugin.hicache.base import CachedTokens
 
 COUNTERS = {
@@ -48,7 +48,7 @@ def test_a_finished_request_is_counted_where_it_belongs() -> None:
     request.cached = CachedTokens(device=1, host=2, storage=4)
     for token in (5, 6, 7):
         request.append(token)
-    request.times.admitted_s, request.times.first_token_s, request.times.last_token_s = 10.5, 12.0, 14.0
+    request.times.admitted_s, request.times.first_token_s = 10.5, 12.0
     request.times.finished_s = 15.0
     request.finish = FinishReason("stop", matched=7)
     metrics.finished(request)
@@ -71,9 +71,23 @@ def test_a_finished_request_is_counted_where_it_belongs() -> None:
         "sglang:e2e_request_latency_seconds_sum": 5.0,
         "sglang:queue_time_seconds_count": 1,
         "sglang:queue_time_seconds_sum": 0.5,
-        "sglang:inter_token_latency_seconds_count": 1,
-        "sglang:inter_token_latency_seconds_sum": 1.0,
     }
+
+
+def test_each_token_but_the_first_is_one_observation_of_the_time_between_tokens() -> None:
+    metrics = EngineMetrics()
+    request = Request("r", 1, np.ones(9, np.uint32), SamplingParams(max_new_tokens=4), NoText(), arrived_s=10.0)
+    since = [request.times.generated(now_s) for now_s in (12.0, 12.5, 14.0)]
+    assert since == [None, 0.5, 1.5]
+    assert (request.times.first_token_s, request.times.last_token_s) == (12.0, 14.0)
+    for number, since_s in enumerate(since):
+        finish = FinishReason("length", length=3) if number == 2 else None
+        metrics.progressed(Progress(request, (7,), "", finish, since_s))
+    metrics.progressed(Progress(request, (), "", None))
+    snapshot = metrics.registry.snapshot()
+    name = "sglang:inter_token_latency_seconds"
+    assert (snapshot[f"{name}_count"], snapshot[f"{name}_sum"]) == (2, 2.0)
+    assert snapshot[f'{name}_bucket{{le="1.0"}}'] == 1
 
 
 def test_a_request_that_never_began_counts_as_an_abort_without_times() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import uvicorn
 
-from engine_plugin.engine.server import Stop, bind, url_of
+from cachesvc.client.private import TierDescription
+from engine_plugin.engine.server import Stop, bind, losses, url_of
 from engine_plugin.launch_server import command, default_group
 from tests.helpers.caches import IDENTITY
 
@@ -65,6 +68,37 @@ def test_the_default_group_is_the_same_for_the_same_pages_only() -> None:
     assert group != default_group("model", replace(IDENTITY, page_size=8))
     assert group != default_group("model", replace(IDENTITY, weights_digest="r2"))
     assert group != default_group("other", IDENTITY)
+
+
+@pytest.mark.parametrize("backend", ["file", "memory"])
+def test_storage_without_room_for_a_page_is_refused_at_the_start(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One page of the tiny model: 64 tokens of 3 layers, K and V, 2 heads of 32 float32 numbers, and a header."""
+    page_bytes, header_bytes = 64 * 3 * 2 * 2 * 32 * 4, 4096
+    options: dict[str, object] = {"capacity_bytes": page_bytes}
+    if backend == "file":
+        options["path"] = str(tmp_path)
+    tiers = ("--enable-hierarchical-cache", "--hicache-storage-backend", backend, "--hicache-ratio", "1")
+    flags = (*TINY, "--max-total-tokens", "64", *tiers, "--hicache-storage-backend-extra-config")
+    assert command([*flags, json.dumps(options)]) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last == (
+        f"cachesvc engine: error: storage {backend}: 96 KiB are smaller than one page of {page_bytes} bytes with its "
+        "header; raise capacity_bytes"
+    )
+    enough = TierDescription(backend, "", page_bytes + header_bytes, header_bytes, 4096)
+    assert enough.has_room_for(page_bytes) and not enough.has_room_for(page_bytes + 1)
+    assert replace(enough, capacity_bytes=0).has_room_for(page_bytes)
+
+
+def test_pages_that_are_lost_are_not_put_down_to_the_time_where_it_is_not_over() -> None:
+    assert losses(1, 10.0, is_time_over=False) == (
+        "1 page worth keeping is not in storage: storage did not take all, or host memory had no room on the way"
+    )
+    assert losses(2, 10.0, is_time_over=True) == (
+        "2 pages worth keeping are not in storage, and the drain time of 10 s is over (--drain-timeout)"
+    )
 
 
 def test_help_is_status_0(capsys: pytest.CaptureFixture[str]) -> None:
