@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from cachekernels.region import Region, RegionInvalid, Side
+from cachekernels.region import Region, Side
 
 from cachesvc.client.base import (
     I32,
@@ -42,15 +42,15 @@ from cachesvc.client.base import (
     SessionClosed,
 )
 from cachesvc.client.conversation import Conversation
-from cachesvc.client.greeting import Greeted, greet, new_hello
+from cachesvc.client.counts import ClientCounters
+from cachesvc.client.greeting import Dial, Greeted, greet_for, region_of
 from cachesvc.client.ledger import Ledger
 from cachesvc.client.link import Link, LinkBroken
-from cachesvc.client.reconnect import Before, Dial, Reconnector
+from cachesvc.client.reconnect import Before, Reconnector
 from cachesvc.client.watch import Watch
-from cachesvc.metrics import Registry
 from cachesvc.node.arguments import check_keys, check_pages
 from cachesvc.node.events import Event
-from cachesvc.outcomes import Decline, Reject, Verb
+from cachesvc.outcomes import Decline, Verb
 from cachesvc.rpc import channel_pb2, codec
 
 logger = logging.getLogger(__name__)
@@ -68,26 +68,6 @@ class ChannelClientOptions:
     call_timeout_s: float = 0.1
     attach_timeout_s: float = 120.0  # clearing many GiB takes its time
     max_queued_bytes: int = 8 << 20  # what the node has not read yet; at least two messages
-
-
-class ClientCounters:
-    """What a client counts by itself, for when no node can be asked."""
-
-    def __init__(self) -> None:
-        self.registry = Registry()
-        counter = self.registry.counter
-        self.declined = counter(
-            "cachesvc_client_declined_total",
-            "Ops that the client declined itself, and lookups it answered with nothing",
-            verb=[str(verb) for verb in Verb],
-            reason=[str(reason) for reason in Decline],
-        )
-        self.lost = counter("cachesvc_client_connections_lost_total", "Connections to the node that ended")
-        self.reconnects = counter("cachesvc_client_reconnects_total", "Sessions that were opened again")
-        self.timeouts = counter("cachesvc_client_timeouts_total", "Calls that the node did not answer in time")
-        self.errors = counter(
-            "cachesvc_client_errors_total", "Messages that the node did not obey", reason=[str(item) for item in Reject]
-        )
 
 
 class ChannelClient(CacheClient):
@@ -124,13 +104,13 @@ class ChannelClient(CacheClient):
             raise RuntimeError(f"this client is attached already, as session {self._welcome.session_id}")
         self._check_process()
         try:
-            greeted = self._greet(request)
+            greeted = greet_for(request, self._dial, self._options.attach_timeout_s)
         except NodeAway:
             if request.offer is None:
                 raise
             return self._begin_alone(request, request.offer)
         try:
-            region = _region_of(greeted, request)
+            region = region_of(greeted, request)
         except OSError:
             greeted.close()
             raise
@@ -242,16 +222,6 @@ class ChannelClient(CacheClient):
         return {**node, **self._counters.registry.snapshot()}
 
     # ---- the session
-
-    def _greet(self, request: AttachRequest) -> Greeted:
-        hello = new_hello()
-        hello.attach.CopyFrom(codec.attach_message(request))
-        try:
-            sock = self._dial()
-        except OSError as error:
-            raise NodeAway(f"no node to be found: {error}") from error
-        fds = () if request.offer is None else (request.offer.data_fd, request.offer.directory_fd)
-        return greet(sock, hello, fds, self._options.attach_timeout_s)
 
     def _begin(self, request: AttachRequest, region: Region) -> None:
         region.hold(Side.ENGINE)
@@ -438,18 +408,6 @@ class ChannelClient(CacheClient):
         if self._reconnector is not None:
             self._reconnector.forget()
         self._watch.close()
-
-
-def _region_of(greeted: Greeted, request: AttachRequest) -> Region:
-    """NodeAway: what came is not a region."""
-    if not greeted.welcome.has_region and request.offer is not None:
-        return request.offer
-    if len(greeted.fds) != 2:
-        raise NodeAway(f"a node that gives {len(greeted.fds)} descriptors for a region")
-    try:
-        return Region.open(*greeted.fds)
-    except RegionInvalid as error:
-        raise NodeAway(f"a node that gives something else for a region: {error}") from error
 
 
 _clients: weakref.WeakSet[ChannelClient] = weakref.WeakSet()

@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 
 from cachesvc.client.base import AttachRefused, NodeAway
-from cachesvc.client.greeting import greet, new_hello
-from cachesvc.client.reconnect import Dial
+from cachesvc.client.greeting import Dial, greet, new_hello
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,19 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cachesvc.client.base import AttachRefused, NodeAway
+from cachekernels.region import Region, RegionInvalid
+
+from cachesvc.client.base import AttachRefused, AttachRequest, NodeAway
 from cachesvc.outcomes import AttachResult, Reject
 from cachesvc.rpc import channel_pb2, codec
 from cachesvc.rpc.codec import BadMessage
 from cachesvc.rpc.framing import FrameReader, FrameTooLong, to_frame
+
+Dial = Callable[[], socket.socket]
+"""A new connected socket to a node; OSError: nobody is there."""
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_FDS = 2
@@ -47,6 +52,30 @@ def new_hello() -> channel_pb2.Hello:
     """Who we are; what we want is the caller's to add."""
     name = os.path.basename(sys.argv[0]) if sys.argv else "python"
     return channel_pb2.Hello(versions=codec.versions(), client=f"{name} (pid {os.getpid()})", pid=os.getpid())
+
+
+def greet_for(request: AttachRequest, dial: Dial, timeout_s: float) -> Greeted:
+    """Asks the node that `dial` connects to for a session. NodeAway, AttachRefused."""
+    hello = new_hello()
+    hello.attach.CopyFrom(codec.attach_message(request))
+    try:
+        sock = dial()
+    except OSError as error:
+        raise NodeAway(f"no node to be found: {error}") from error
+    fds = () if request.offer is None else (request.offer.data_fd, request.offer.directory_fd)
+    return greet(sock, hello, fds, timeout_s)
+
+
+def region_of(greeted: Greeted, request: AttachRequest) -> Region:
+    """NodeAway: what came is not a region."""
+    if not greeted.welcome.has_region and request.offer is not None:
+        return request.offer
+    if len(greeted.fds) != 2:
+        raise NodeAway(f"a node that gives {len(greeted.fds)} descriptors for a region")
+    try:
+        return Region.open(*greeted.fds)
+    except RegionInvalid as error:
+        raise NodeAway(f"a node that gives something else for a region: {error}") from error
 
 
 def greet(sock: socket.socket, hello: channel_pb2.Hello, fds: Sequence[int], timeout_s: float) -> Greeted:

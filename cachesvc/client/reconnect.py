@@ -25,13 +25,10 @@ from cachekernels.region import Region, Side
 from numpy.typing import NDArray
 
 from cachesvc.client.base import AttachRefused, AttachRequest, NodeAway
-from cachesvc.client.greeting import Greeted, greet, new_hello
+from cachesvc.client.greeting import Dial, Greeted, greet, new_hello
 from cachesvc.rpc import codec
 
 logger = logging.getLogger(__name__)
-
-Dial = Callable[[], socket.socket]
-"""A new connected socket to a node; OSError: nobody is there."""
 
 FIRST_RETRY_S = 0.1
 MAX_ABSENT_RETRY_S = 0.5  # nobody is there: asking costs nothing, and a restarted node is to hit within a second

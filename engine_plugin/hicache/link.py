@@ -14,8 +14,8 @@ from cachekernels.region import Region
 from cachesvc.client.base import Attachment, AttachRefused, AttachRequest, CacheClient, NodeAway
 from cachesvc.client.channel import ChannelClient
 from cachesvc.client.connect import default_socket_path, dial_of
+from cachesvc.client.greeting import Dial
 from cachesvc.client.private import PrivateNode, PrivateNodeFailed, TierSettings
-from cachesvc.client.reconnect import Dial
 from cachesvc.daemon.summary import size
 from cachesvc.outcomes import AttachResult
 from engine_plugin.hicache.config import AUTO, PRIVATE, UNIX, CacheConfig
