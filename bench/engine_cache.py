@@ -11,10 +11,11 @@ import itertools
 import select
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
+import psutil
 import torch
 
 from bench.engine import contestants
@@ -174,3 +175,36 @@ def warm_file_ttft(run: Run) -> Measurement:
             warm.append(warm_seconds)
             subject.settle()
     return run.of(warm, cold, note=f"prefix in files, {TAIL_TOKENS} new tokens")
+
+
+@figure("engine.write_behind_cost", unit="share", target="value<=0.05", reference="")
+def write_behind_cost(run: Run) -> Measurement:
+    """CPU seconds of all threads and processes that the tiers add, when every page is copied and stored and none is
+    ever asked for again."""
+    pages = (run.rounds + run.warmups) * -(-(FRESH_TOKENS + FRESH_OUTPUT) // PAGE_SIZE) + 8
+    with engine(pages, host_frames=2 * pages, file_tier=True) as on, engine(pages) as off:
+
+        def with_tiers() -> None:
+            on.run(fresh_tokens(FRESH_TOKENS), FRESH_OUTPUT)
+            on.settle()
+
+        measured = [
+            (_cpu_seconds(with_tiers), _cpu_seconds(lambda: off.run(fresh_tokens(FRESH_TOKENS), FRESH_OUTPUT)))
+            for _ in range(run.rounds + run.warmups)
+        ][run.warmups :]
+        assert on.cache.counters()["hicache_stored_pages_total"], "tiers on must mean that pages are stored"
+    return run.of(
+        [ours / plain - 1 for ours, plain in measured], note="CPU seconds added, share of those without tiers"
+    )
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    """CPU time of this process and its children while `call` runs."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+
+    def total() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before = total()
+    call()
+    return total() - before

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -193,3 +193,37 @@ def contains_1600(run: Run) -> Measurement:
             )
         finally:
             backend.close()
+
+
+SCAN_OBJECTS = 1_000_000
+
+
+@figure("file.scan_1m", unit="s", target="value<=10", reference="os.scandir and stat of as many files")
+def scan_1m(run: Run) -> Measurement:
+    """Start over a directory of many objects, empty ones here: names and metadata are all that a start reads."""
+    with tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as name:
+        root = Path(name)
+        _make_names(root, SCAN_OBJECTS)
+
+        def ours() -> None:
+            with closing(FileBackend(FileConfig(root, 2**40))) as backend:
+                assert backend.wait_ready(600)
+                assert backend.usage().objects == SCAN_OBJECTS
+
+        def plain() -> None:
+            with os.scandir(root) as shards:
+                for shard in shards:
+                    if len(shard.name) == 2:
+                        with os.scandir(shard) as entries:
+                            assert sum(entry.stat().st_size for entry in entries) == 0
+
+        return run.paired(ours, plain, rounds=3, note="directory entries warm")
+
+
+def _make_names(root: Path, count: int) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, (count, 36), dtype=np.uint8)
+    for shard in range(256):
+        (root / f"{shard:02x}").mkdir(parents=True)
+    for row in ids:
+        digits = row.tobytes().hex()
+        os.close(os.open(root / digits[:2] / f"{digits}.page", os.O_CREAT | os.O_WRONLY, 0o600))
