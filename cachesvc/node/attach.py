@@ -65,6 +65,14 @@ class Roster:
                 AttachResult.REFUSED_IDENTITY,
             )
 
+    def check_region(self, region_id: bytes) -> None:
+        """AttachRefused: a session has that region, or still touches it."""
+        for session in (*self, *self.leaving()):
+            if session.region.region_id == region_id:
+                raise AttachRefused(
+                    f"the region has been attached as session {session.session_id} meanwhile", AttachResult.REFUSED_BUSY
+                )
+
     def enter(self, session: Session) -> None:
         """One more session, after `check` of its request."""
         request = session.request

@@ -298,6 +298,7 @@ class Node:
         with self._parts.state:
             # Once more: the memory took its time, and somebody else may have attached meanwhile.
             self._check_attach(request)
+            self._roster.check_region(grant.region.region_id)
             own_peer = peer if peer == NO_PEER else os.dup(peer)
             session = Session(next(self._ids), request, self._parts, grant, warning, own_peer)
             self._roster.enter(session)

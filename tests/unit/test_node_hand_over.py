@@ -575,6 +575,24 @@ def test_a_region_the_node_knows_is_not_taken_in_twice(node, is_lost):
         attach(node, offer=handle, num_frames=9, previous=session.session_id)
 
 
+def test_a_region_offered_twice_at_once_is_attached_once(node, offered, monkeypatch):
+    """A client that lost its patience offers again while the first attach still reads the directory."""
+    open_region, sessions = Region.open, []
+
+    def slowly(*fds):
+        monkeypatch.setattr(hand_over.Region, "open", open_region)
+        sessions.append(attach(node, offer=offered))
+        return open_region(*fds)
+
+    monkeypatch.setattr(hand_over.Region, "open", slowly)
+    with pytest.raises(AttachRefused, match="meanwhile") as refused:
+        attach(node, offer=offered)
+    assert refused.value.result is AttachResult.REFUSED_BUSY
+    assert states(node) == [1, 0, 0]
+    node.detach(sessions[0])
+    assert states(node) == [0, 0, 1]
+
+
 def test_an_offer_that_somebody_keeps_locked_is_refused(node, offered):
     fd = os.open(f"/proc/self/fd/{offered.directory_fd}", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
