@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 from collections.abc import Callable
 
 import pytest
 
 from cachesvc.client.base import I32, U32, Declined, Keys
 from cachesvc.client.inprocess import InProcessClient
+from cachesvc.node.events import Event
+from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.outcomes import Decline
 from engine_plugin.hicache.config import PrefetchPolicy
@@ -136,6 +141,55 @@ def test_storage_that_appears_later_is_used() -> None:
         rig.run(OTHER)
         rig.settle()
         assert rig.count("hicache_stored_pages_total") == 8
+
+
+@pytest.mark.parametrize("reason", [Decline.NODE_SILENT, Decline.OUTPUT_FULL, Decline.QUEUE_FULL])
+def test_a_decline_that_passes_is_tried_again_when_an_op_ends(reason: Decline) -> None:
+    with Rig(client=BusyClient, backend=open_backend({})) as rig:
+        rig.run(TOKENS)
+        rig.settle_host()
+        rig.client.reason = reason
+        rig.run(OTHER)
+        rig.settle_host()
+        assert not rig.drops()
+        rig.client.reason = None
+        rig.settle()
+        assert rig.count("hicache_stored_pages_total") == 20
+        assert not rig.drops()
+
+
+def test_news_with_no_op_under_way_is_taken_in_so_that_the_engine_can_sleep_again() -> None:
+    with Rig(client=ChattyClient) as rig:
+        os.eventfd_write(rig.client.news, 1)
+        assert select.select([rig.cache.fileno()], [], [], 0)[0]
+        rig.cache.poll()
+        assert not select.select([rig.cache.fileno()], [], [], 0)[0]
+    os.close(rig.client.news)
+
+
+class ChattyClient(InProcessClient):
+    """Its descriptor is readable when the connection has news, as well."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self.news = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self.news
+
+    def poll(self) -> list[Event]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.news)
+        return super().poll()
+
+
+class BusyClient(InProcessClient):
+    """Declines backups as long as there is a reason to."""
+
+    reason: Decline | None = None
+
+    def backup(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
+        return super().backup(keys, frames, depths) if self.reason is None else Declined(self.reason)
 
 
 class NoTierYet(InProcessClient):
