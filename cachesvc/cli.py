@@ -22,6 +22,11 @@ OWN = {
     "config": ("cachesvc.commands.config:command", "Show, check, or write an example of the node's configuration."),
     "version": ("cachesvc.commands.version:command", "Print the version."),
 }
+OTHERS = {
+    "engine": "Serve a model over HTTP, its KV cache in up to three tiers.",
+    "demo": "Play agent sessions without tiers, with tiers, after a restart.",
+}
+"""What --help says of commands of this distribution that are not the node's; a command says more itself."""
 PASS_EVERYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -55,10 +60,16 @@ def build(commands: Iterable[EntryPoint]) -> typer.Typer:
         """A tiered KV-cache service for LLM serving."""  # with a callback, a single command is still a sub-command
 
     own = [(EntryPoint(name, value, GROUP), text) for name, (value, text) in OWN.items()]
-    others = [(entry, entry.value) for entry in sorted(commands, key=lambda entry: entry.name)]
+    others = [(entry, _about(entry)) for entry in sorted(commands, key=lambda entry: entry.name)]
     for entry, text in (*own, *others):
         app.command(entry.name, help=text, context_settings=PASS_EVERYTHING, add_help_option=False)(_forwarding(entry))
     return app
+
+
+def _about(entry: EntryPoint) -> str:
+    """One line, without loading it."""
+    package = "another package" if entry.dist is None else f"the package {entry.dist.name}"
+    return OTHERS.get(entry.name, f"A command of {package}; see `cachesvc {entry.name} --help`.")
 
 
 def _forwarding(entry: EntryPoint) -> Callable[[typer.Context], None]:

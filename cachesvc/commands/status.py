@@ -5,7 +5,6 @@ Exit status: 0 ready, 1 not ready or no answer, 3 no daemon at that socket.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import urllib.request
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cachesvc.client.connect import default_socket_path
+from cachesvc.command_line import Parser
 from cachesvc.daemon.claim import read_run_info
 from cachesvc.daemon.summary import size
 
@@ -26,7 +26,7 @@ ANSWER_S = 5.0
 
 def command(argv: Sequence[str]) -> int:
     """Prints the status; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="cachesvc status", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="cachesvc status", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "--socket", type=Path, default=default_socket_path(), help="the daemon's (default: %(default)s)"
     )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from collections.abc import Sequence
 
+from cachesvc.command_line import Parser
 from cachesvc.rpc.codec import versions
 from storage_backends.registry import known_backends
 
 
 def command(argv: Sequence[str]) -> int:
     """Prints the version."""
-    parser = argparse.ArgumentParser(prog="cachesvc version", description="Print the version.", allow_abbrev=False)
+    parser = Parser(prog="cachesvc version", description="Print the version.", allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="as JSON, with everything that has a version")
     try:
         wanted = parser.parse_args(argv)

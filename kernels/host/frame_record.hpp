@@ -32,7 +32,7 @@ struct FrameRecord {
     uint64_t last_use;  // the manager's logical clock; not covered by the generation
     uint64_t reserved;
 };
-static_assert(sizeof(FrameRecord) == 64, "REGIONS.md fixes the record at one cache line");
+static_assert(sizeof(FrameRecord) == 64, "a record is one cache line: regions outlive builds");
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free, "records are shared between processes");
 
 template <class T>

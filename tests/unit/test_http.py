@@ -232,6 +232,7 @@ def test_metrics_are_there_before_the_first_request_and_count_after_it() -> None
         assert after[("sglang:generation_tokens_total", "")] == 3
         assert after[("sglang:num_requests_total", "length")] == 1
         assert after[("sglang:time_to_first_token_seconds_count", "")] == 1
+        assert after[("sglang:inter_token_latency_seconds_count", "")] == 2
 
     run(test)
 

@@ -55,7 +55,19 @@ def test_an_unknown_command_is_an_error(capsys):
 @pytest.mark.usefixtures("commands")
 def test_help_lists_the_commands_without_loading_them(capsys):
     assert cli.main(["--help"]) == 0
-    assert "broken" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "broken A command of another package; see `cachesvc broken --help`." in told.replace("│ ", "").replace(
+        "│", ""
+    )
+
+
+def test_help_says_of_each_command_what_it_does(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [entry(name, "some:command") for name in cli.OTHERS])
+    assert cli.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    for text in (*cli.OTHERS.values(), *(text for _, text in cli.OWN.values())):
+        assert text in told
+    assert ":command" not in told
 
 
 @pytest.mark.usefixtures("commands")
