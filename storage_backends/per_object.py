@@ -13,6 +13,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +98,7 @@ class PerObjectBackend(StorageBackend):
         self._workers = Workers(capabilities.name, threads)
         self._complaints = _Complaints(capabilities.name)
         self._met = _Met()
+        self._writing = _Writing()
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -206,7 +208,8 @@ class PerObjectBackend(StorageBackend):
         return self._met.note(name, Outcome.MISS if self._store.size(name) < 0 else Outcome.OK)
 
     def _write(self, name: str, value: bytes) -> Outcome:
-        return self._met.note(name, self._store.write(name, value))
+        with self._writing.alone(name):
+            return self._met.note(name, self._store.write(name, value))
 
     def _each(
         self,
@@ -262,6 +265,27 @@ class _Complaints:
         if operation in self._last:
             with self._lock:
                 self._last.pop(operation, None)
+
+
+class _Writing:
+    """Names that are just being written: one writer each, because not every medium knows "only if absent"."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._names: set[str] = set()
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Waits until nobody else of this process writes `name`."""
+        with self._changed:
+            self._changed.wait_for(lambda: name not in self._names)
+            self._names.add(name)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._names.discard(name)
+                self._changed.notify_all()
 
 
 _MAX_MET = 65_536

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -185,6 +186,34 @@ class TestFailures:
         assert layer.contains(ids).tolist() == [Outcome.MISS]
         assert layer.put_from(ids, pages.segments()).tolist() == [Outcome.OK]
         assert layer.get_into(ids, Buffers.make(1, SIZE).segments()).tolist() == [Outcome.OK]
+
+
+class TestTwoWriters:
+    def test_one_of_this_process_at_a_time(self, broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The file system has no "only if absent"; two threads with one page still get OK and EXISTS."""
+        backend, _ = broken
+        writes, entered, release = [], threading.Event(), threading.Event()
+        write = BrokenFileSystem.pipe_file
+
+        def slow(fs: BrokenFileSystem, path: str, value: bytes, **kwargs: Any) -> Any:
+            writes.append(path)
+            entered.set()
+            release.wait()
+            return write(fs, path, value, **kwargs)
+
+        monkeypatch.setattr(BrokenFileSystem, "pipe_file", slow)
+        results: list[int] = []
+        threads = [threading.Thread(target=lambda: results.extend(put(backend))) for _ in range(2)]
+        threads[0].start()
+        assert entered.wait(30)
+        threads[1].start()
+        while not backend._writing._changed._waiters and len(writes) == 1:  # type: ignore[attr-defined]
+            threading.Event().wait(0)
+        release.set()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == [Outcome.OK, Outcome.EXISTS]
+        assert len(writes) == 1
 
 
 class TestOthers:

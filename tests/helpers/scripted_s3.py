@@ -166,11 +166,11 @@ class ScriptedS3:
 
     def _read(self, one: socket.socket, stream: object) -> Connection | None:
         read_line = stream.readline  # type: ignore[attr-defined]
-        first = read_line().decode()
-        if not first:
-            return None
+        first = read_line().decode("latin-1")
+        if first.count(" ") != 2:
+            return None  # the end, or the rest of a body whose length no header told
         headers = {}
-        while (line := read_line().decode().strip()) != "":
+        while (line := read_line().decode("latin-1").strip()) != "":
             name, _, text = line.partition(":")
             headers[name.lower()] = text.strip()
         if headers.get("expect") == "100-continue":
