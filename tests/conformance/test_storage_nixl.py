@@ -13,10 +13,12 @@ from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.layers.stack import LayerOptions, in_layers
 from storage_backends.nixl.backend import open_backend as nixl_backend
 from storage_backends.testing.conformance import StorageConformance
+from storage_backends.testing.objects import open_descriptors
 from tests.conformance.test_storage_s3 import OnS3
 
 NAMESPACE = bytes(range(32))
 ROOM = 24
+CONNECTIONS = 4
 
 
 class OnFiles:
@@ -96,7 +98,18 @@ class TestNixlObjects(OnS3, StorageConformance):
         backend.close()
 
     def open(self) -> StorageBackend:
-        return nixl_backend({**self.server.options, "prefix": self.prefix, "connections": 4, "plugin": "OBJ"})
+        options = {**self.server.options, "prefix": self.prefix, "connections": CONNECTIONS}
+        return nixl_backend({**options, "plugin": "OBJ"})
+
+    def test_descriptors_stay_constant(self, backend: StorageBackend) -> None:
+        """The plug-in opens connections as it likes: no more than it has threads, on top of those of boto3."""
+        ids, source = self.put(backend, 2)
+        before = open_descriptors()
+        for _ in range(20):
+            backend.get_into(ids, self.buffers(2).segments())
+            backend.delete(ids)
+            backend.put_from(ids, source.segments())
+        assert open_descriptors() <= before + 2 * CONNECTIONS
 
     def reopen(self, backend: StorageBackend) -> StorageBackend:
         backend.close()
