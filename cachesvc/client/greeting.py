@@ -25,6 +25,7 @@ from cachesvc.rpc.framing import FrameReader, FrameTooLong, to_frame
 Dial = Callable[[], socket.socket]
 """A new connected socket to a node; OSError: nobody is there."""
 
+FIRST_REPLY_S = 5.0
 MAX_REPLY_BYTES = 1 << 20
 MAX_FDS = 2
 
@@ -79,18 +80,22 @@ def region_of(greeted: Greeted, request: AttachRequest) -> Region:
 
 
 def greet(sock: socket.socket, hello: channel_pb2.Hello, fds: Sequence[int], timeout_s: float) -> Greeted:
-    """Says hello on a connected socket and waits for the Welcome. Owns the socket: it is closed when this raises."""
+    """Says hello on a connected socket and waits for the Welcome: `timeout_s`, of which the node may take
+    `FIRST_REPLY_S` to say that it has heard. Owns the socket: it is closed when this raises."""
     greeted = Greeted(channel_pb2.Welcome(), sock)
+    started_s = time.monotonic()
     try:
-        deadline_s = time.monotonic() + timeout_s
-        _send(sock, to_frame(hello), fds, deadline_s)
-        reply = channel_pb2.HelloReply()
-        codec.parse(reply, _receive(greeted, deadline_s))
+        first_deadline_s = started_s + min(timeout_s, FIRST_REPLY_S)
+        _send(sock, to_frame(hello), fds, first_deadline_s)
+        reply = _receive(greeted, first_deadline_s)
+        while reply.HasField("opening"):
+            reply = _receive(greeted, started_s + timeout_s)
         _check(reply)
         greeted.welcome.CopyFrom(reply.welcome)
     except TimeoutError as error:
         greeted.close()
-        raise NodeAway(f"the node did not answer a hello within {timeout_s:g} s") from error
+        waited_s = time.monotonic() - started_s
+        raise NodeAway(f"the node did not answer a hello within {waited_s:.3g} s") from error
     except (BadMessage, FrameTooLong) as error:
         greeted.close()
         raise NodeAway(f"what answers there is no node: {error}") from error
@@ -111,7 +116,7 @@ def _send(sock: socket.socket, frame: bytes, fds: Sequence[int], deadline_s: flo
         sock.sendall(frame[sent:])
 
 
-def _receive(greeted: Greeted, deadline_s: float) -> bytes:
+def _receive(greeted: Greeted, deadline_s: float) -> channel_pb2.HelloReply:
     reader = FrameReader(MAX_REPLY_BYTES)
     while (message := reader.next()) is None:
         _set_deadline(greeted.sock, deadline_s)
@@ -120,7 +125,9 @@ def _receive(greeted: Greeted, deadline_s: float) -> bytes:
         if not data:
             raise ConnectionResetError("end of the stream")
         reader.feed(data)
-    return message
+    reply = channel_pb2.HelloReply()
+    codec.parse(reply, message)
+    return reply
 
 
 def _set_deadline(sock: socket.socket, deadline_s: float) -> None:

@@ -85,6 +85,7 @@ class Handshake:
             opener = self._desk.openers.get(want or "")
             if opener is None:
                 raise BadMessage(Reject.UNKNOWN, "the hello wants nothing that this node knows")
+            self._send(channel_pb2.HelloReply(opening=channel_pb2.Opening()))
             opened = await self._open(opener, hello)
         except TimeoutError:
             self._refuse(AttachResult.REFUSED_MALFORMED, "the hello did not come in time")
@@ -160,7 +161,7 @@ class Handshake:
         return channel_pb2.HelloReply(refused=refused)
 
     def _send(self, reply: channel_pb2.HelloReply, fds: Sequence[int] = ()) -> None:
-        """OSError: the client has gone. One call takes it all: nothing else waits in a new socket's buffer."""
+        """OSError: the client has gone. One call takes it all: nothing much waits in a new socket's buffer."""
         frame = to_frame(reply)
         sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
         if sent != len(frame):

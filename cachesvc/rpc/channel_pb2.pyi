@@ -55,12 +55,18 @@ class Probe(_message.Message):
     def __init__(self) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("welcome", "refused")
+    __slots__ = ("welcome", "refused", "opening")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    OPENING_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: _common_pb2.Refused
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ...) -> None: ...
+    opening: Opening
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., opening: _Optional[_Union[Opening, _Mapping]] = ...) -> None: ...
+
+class Opening(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session_id", "boot_id", "versions", "limits", "namespace", "enabled", "warning", "has_region", "has_pages", "tiers", "pid", "store")

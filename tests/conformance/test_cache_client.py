@@ -367,6 +367,7 @@ def test_the_descriptor_is_readable_while_events_wait_and_silent_after(subject: 
     engine = subject.engine()
     assert not select.select([engine.client.fileno()], [], [], 0)[0]
     assert engine.wait(engine.prefetch(KEYS, FRAMES)) == OpEnd.COMPLETED
+    engine.poll()  # an op that ended while it was polled may stand in the queue once more, with nothing to tell
     assert not select.select([engine.client.fileno()], [], [], 0)[0]
 
 

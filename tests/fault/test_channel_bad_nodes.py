@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cachekernels.region import Region, Side
 
+from cachesvc.client import greeting
 from cachesvc.client.base import AttachRefused, AttachRequest, Declined, Lookup, NodeAway
 from cachesvc.client.channel import ChannelClient, ChannelClientOptions
 from cachesvc.node.events import OpEnded
@@ -161,6 +162,28 @@ def test_a_node_that_stops_in_the_middle_of_its_welcome_is_waited_for_no_longer_
         node.reply, node.fds = node.reply[:cut] or b"\x05", []
         with pytest.raises(NodeAway, match="did not answer"):
             node.client(attach_timeout_s=0.05)
+
+
+def test_a_node_that_hangs_is_not_waited_for_as_long_as_one_that_clears_memory(monkeypatch):
+    monkeypatch.setattr(greeting, "FIRST_REPLY_S", 0.05)
+    opening = to_frame(channel_pb2.HelloReply(opening=channel_pb2.Opening()))
+    with FakeNode() as node:
+        node.reply, node.fds = b"\x05", []
+        with pytest.raises(NodeAway, match="did not answer"):
+            node.client(attach_timeout_s=HANG_S)
+    with FakeNode() as node:
+        welcome, fds = node.reply, node.fds
+        node.reply, node.fds = opening + opening, []
+
+        def take_time():
+            select.select([], [], [], 0.2)
+            socket.send_fds(node.sock, [welcome], fds)
+
+        clearing = threading.Thread(target=take_time)
+        clearing.start()
+        client = node.client(attach_timeout_s=HANG_S)
+        clearing.join()
+        client.detach()
 
 
 def test_descriptors_that_are_no_region_are_no_node(tmp_path):
