@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
 MAX_ABSENT_RETRY_S = 0.5  # nobody is there: asking costs nothing, and a restarted node is to hit within a second
+ABSENT_GROWTH = 1.2  # slowly: in the time that a daemon takes to start, each step is a fifth of what has passed
 MAX_REFUSED_RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 
@@ -111,7 +112,7 @@ class Reconnector:
                 retry_s = min(2 * retry_s, MAX_REFUSED_RETRY_S)
             except OSError as away:
                 self._note(str(away))
-                retry_s = min(2 * retry_s, MAX_ABSENT_RETRY_S)
+                retry_s = min(ABSENT_GROWTH * retry_s, MAX_ABSENT_RETRY_S)
             except Exception:
                 logger.exception("looking for the node failed")
                 retry_s = MAX_REFUSED_RETRY_S
