@@ -18,8 +18,10 @@ from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.expiry import ExpiryLayer
 from storage_backends.registry import open_backend
 
+OPEN_S = 4.0
+"""How long a tier may take to open, the loading of its libraries included."""
 ANSWER_S = 2.0
-"""How long a tier may take to open, to answer a first question, or to close after a wrong answer."""
+"""How long it may take to answer a first question, or to close after a wrong answer."""
 
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[Tier]:
 def _open(index: int, config: TierConfig) -> StorageBackend:
     place = f"tier[{index}] ({config.label})"
     try:
-        backend = _bounded(lambda: open_backend(config.backend, config.options))
+        backend = _bounded(lambda: open_backend(config.backend, config.options), OPEN_S)
     except StorageConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
     except (StorageError, OSError, TimeoutError) as error:
@@ -50,14 +52,14 @@ def _open(index: int, config: TierConfig) -> StorageBackend:
     trouble = _trouble(backend)
     if trouble and not config.optional:
         with suppress(StorageError, OSError, TimeoutError):  # what is wrong with it is told below
-            _bounded(backend.close)
+            _bounded(backend.close, ANSWER_S)
         raise ConfigError(
             f"{place}: {trouble}; start what it needs, take the tier out, or set optional = true to start without it"
         )
     try:
         return _in_bounds(backend, config)
     except ValueError as error:
-        _bounded(backend.close)
+        _bounded(backend.close, ANSWER_S)
         raise ConfigError(f"{place}: capacity_bytes: {error}") from error
 
 
@@ -71,14 +73,14 @@ def _trouble(backend: StorageBackend) -> str:
     """Why the backend does not answer; empty if it does."""
     unknown = np.frombuffer(os.urandom(OBJECT_ID_BYTES), np.uint8).reshape(1, -1).copy()
     try:
-        answer = Outcome(int(_bounded(lambda: backend.contains(unknown))[0]))
+        answer = Outcome(int(_bounded(lambda: backend.contains(unknown), ANSWER_S)[0]))
     except (StorageError, OSError, TimeoutError) as error:
         return f"does not answer: {error}"
     return "" if answer in (Outcome.OK, Outcome.MISS) else f"answers {answer.name.lower()} when asked for a page"
 
 
-def _bounded(call: Callable[[], T]) -> T:
-    """What `call` returns or raises, on a thread that is left behind after `ANSWER_S`: TimeoutError."""
+def _bounded(call: Callable[[], T], timeout_s: float) -> T:
+    """What `call` returns or raises, on a thread that is left behind after `timeout_s`: TimeoutError."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -90,9 +92,9 @@ def _bounded(call: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(ANSWER_S)
+    thread.join(timeout_s)
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"no answer within {ANSWER_S:g} s")
+        raise TimeoutError(f"no answer within {timeout_s:g} s")
     return results[0]

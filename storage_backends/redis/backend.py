@@ -71,7 +71,9 @@ def open_backend(options: Mapping[str, object]) -> RedisBackend:
             backend.check()
         except StorageError as error:
             backend.close()
-            raise StorageConfigError(f"url: {backend.place()}: {error}") from error
+            raise StorageConfigError(
+                f"url: {backend.place()}: {error}; see to it, or set check_at_start = false to start without it"
+            ) from error
     return backend
 
 
