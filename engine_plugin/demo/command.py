@@ -22,6 +22,7 @@ from engine_plugin.demo.results import DemoResult, as_json
 from engine_plugin.demo.runs import ENGINE_COMMAND, Engines, measure, play_all
 from engine_plugin.demo.screen import Screen, screen_for
 from engine_plugin.demo.sizing import Plan, Wishes, check_playable, make_plan
+from engine_plugin.demo.storage import storage_argument, storage_in
 from engine_plugin.demo.transcripts import ACCEPTED_FORMATS, read_recordings
 from engine_plugin.wording import counted
 
@@ -41,6 +42,14 @@ def parser() -> Parser:
     longest = "longest prompt (default: what this machine plays in time, at most the model's context)"
     add("--max-tokens-per-turn", metavar="TOKENS", type=at_least(PAGE_SIZE, "a page"), help=longest)
     add("--json", metavar="FILE", type=not_empty, help="also write the result as JSON; - writes it to standard output")
+    add(
+        "--storage",
+        metavar="BACKEND[=JSON]",
+        type=storage_argument,
+        default=("file", {}),
+        help="where pages rest, with the backend's options (default: files in a folder of the demo's own), e.g. "
+        """--storage 'redis={"url": "redis://127.0.0.1:6379"}'""",
+    )
     add("--keep-storage", action="store_true", help="keep the storage folder and the engines' logs")
     add(
         "--model-path",
@@ -114,8 +123,9 @@ def _demo(
     recordings = _recordings(options)
     with screen.step("tokenizer", "read the model's tokenizer"):
         model = open_model(options.model_path)
+    storage = storage_in(work_dir, *options.storage)
     extra = tuple(word for words in options.engine_arg for word in words)
-    engines = Engines((*engine_command, "--model-path", model.path), extra, PAGE_SIZE, work_dir)
+    engines = Engines((*engine_command, "--model-path", model.path), extra, PAGE_SIZE, work_dir, storage)
     wishes = Wishes(
         model.context_tokens,
         PAGE_SIZE,

@@ -1,6 +1,5 @@
 """The three runs: how each engine is started, and what is asked of it before it stops."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from engine_plugin.demo.report import RUN_STYLES
 from engine_plugin.demo.screen import Screen
 from engine_plugin.demo.sizing import Plan
 from engine_plugin.demo.speed import MeasuredPace, NoHurry, Pace, Speed
+from engine_plugin.demo.storage import Storage
 
 ENGINE_COMMAND = (sys.executable, "-m", "engine_plugin.launch_server")
 DRAIN_TIMEOUT_S = 60
@@ -32,6 +32,7 @@ class Engines:
     extra: tuple[str, ...]
     page_size: int
     work_dir: Path
+    storage: Storage
 
     def process(self, name: str, pool_tokens: int, *tier_flags: str) -> EngineProcess:
         """An engine on a free loopback port with a device pool of pool_tokens."""
@@ -41,21 +42,9 @@ class Engines:
         log_path = self.work_dir / f"engine-{name.replace(' ', '-')}.log"
         return EngineProcess((*self.command, *flags), log_path, stop_timeout_s=1.5 * DRAIN_TIMEOUT_S)
 
-    @property
-    def storage_dir(self) -> Path:
-        """Where the file tier keeps its pages, the same for the second and the third run."""
-        return self.work_dir / "storage"
-
     def tier_flags(self) -> tuple[str, ...]:
-        """Host memory of the default size (twice the device pool) and files below it."""
-        config = json.dumps({"path": str(self.storage_dir)})
-        return (
-            "--enable-hierarchical-cache",
-            "--hicache-storage-backend",
-            "file",
-            "--hicache-storage-backend-extra-config",
-            config,
-        )
+        """Host memory of the default size (twice the device pool) and storage below it."""
+        return ("--enable-hierarchical-cache", *self.storage.flags())
 
 
 def measure(engines: Engines, model: ServedModel) -> Speed:
@@ -88,7 +77,7 @@ def _play_one(engines: Engines, plan: Plan, screen: Screen, index: int, flags: S
         turns = play(engine.client(), plan.sessions, plan.max_new_tokens, pace, on_turn)
         played_s = time.perf_counter() - begin
         held = held_bytes(engine.client())
-    storage = _folder_bytes(engines.storage_dir) if flags else None
+    storage = engines.storage.used_bytes() if flags else None
     return RunResult(name, turns, engine.start_s, played_s, engine.stop_s, replace(held, storage=storage))
 
 
@@ -98,11 +87,6 @@ def held_bytes(client: EngineClient) -> TierBytes:
     page_bytes, (counters,) = info["page_bytes"], info["internal_states"]
     host = page_bytes * (counters["host_frames"] - counters["host_frames_free"]) if "host_frames" in counters else None
     return TierBytes(page_bytes * counters["device_pages_cached"], host, None)
-
-
-def _folder_bytes(folder: Path) -> int:
-    """Bytes of the files below, counted on the medium, not asked of the engine."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 @contextmanager
