@@ -4,17 +4,19 @@ answer is the one of an engine without a cache, and in the end nothing is held.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.server_process import HANG_S, ServerProcess
-from tests.e2e.test_engines_on_daemon import engine, generate, prompt, wait_for
+from tests.e2e.test_engines_on_daemon import engine, generate, node_of, private, prompt, wait_for
 from tests.helpers.daemon import DaemonProcess, Home
 
 NUM_PROMPTS, NUM_REQUESTS, CLIENTS = 12, 72, 6
@@ -129,3 +131,22 @@ def test_engines_that_are_killed_under_load_one_after_the_other(home: Home, expe
             assert [generate(server, prompt(seed))[0] for seed in range(NUM_PROMPTS)] == expected
             server.assert_nothing_allocated()
         assert daemon.process.poll() is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_engine_whose_own_node_is_killed(tmp_path: Path, expected: list[list[int]]) -> None:
+    dice = random.Random(3)
+    with ServerProcess(*private(tmp_path), "--hicache-storage-prefetch-policy", "timeout") as server:
+        for number in range(3):
+            node = node_of(server.process.pid)
+            kill = threading.Timer(dice.uniform(0.1, 1.0), os.kill, (node, signal.SIGKILL))
+            kill.start()
+            answers = ask_many(lambda seed: generate(server, prompt(seed))[0], number)
+            kill.join(HANG_S)
+            assert [answer for _, answer in answers] == [expected[seed] for seed, _ in answers]
+            wait_for(server, lambda counters: counters["cachesvc_client_connected"] == 1)
+        wait_for(server, lambda counters: counters["host_frames_lent"] + counters["host_frames_quarantined"] == 0)
+        server.assert_nothing_allocated()
+        assert server.counters()["host_frames_free"] == server.counters()["host_frames"]
+        assert "Traceback" not in "".join(server.output)
