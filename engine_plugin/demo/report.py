@@ -34,6 +34,7 @@ def report(result: DemoResult, *, ascii_only: bool, width: int = MAX_WIDTH) -> R
         "",
         summary_table(result),
         first_turns_table(result, width),
+        "",
         ttft_chart(result.runs, ascii_only=ascii_only),
         verdict(result),
     )
