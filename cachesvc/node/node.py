@@ -116,6 +116,15 @@ class Node:
             self._counters.attaches.inc(1, refused.result)
             raise
         self._counters.attaches.inc(1, AttachResult.ATTACHED if session.is_enabled else AttachResult.OFF)
+        region = session.region
+        logger.info(
+            "session %d: %s attached, %d frames of %d bytes, %.2f GiB",
+            session.session_id,
+            request.group,
+            region.num_frames,
+            region.frame_bytes,
+            region.num_frames * region.stride_bytes / 2**30,
+        )
         return session
 
     def publish(self, session: Session, frames: I32) -> None:

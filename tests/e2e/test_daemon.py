@@ -112,6 +112,7 @@ def test_an_attached_engine_is_shown_everywhere(home):
         assert "cachesvc_sessions 1.0" in daemon.client.get("/metrics").text.splitlines()
         shown = home.run("status").stdout
         assert "engine-1" in shown
+        assert any(f"engine-1 attached, {NUM_PAGES} frames of " in line for line in daemon.output)
         parts = json.loads(home.run("status", "--json").stdout)
         assert [one["group"] for one in parts["sessions"]] == ["engine-1"]
         assert [one["num_frames"] for one in parts["regions"]] == [NUM_PAGES]
