@@ -82,7 +82,7 @@ class TestSqlite(OnSqlite, StorageConformance):
 class TestSqliteInLayers(TestSqlite):
     """As a node opens it with `layers`."""
 
-    concurrent_rounds = 10
+    concurrent_rounds = 4
 
     def open(self) -> StorageBackend:
         backend = open_backend("sqlite", {"path": self.path, "layers": {"deadline_s": 60}})

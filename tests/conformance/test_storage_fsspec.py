@@ -131,4 +131,4 @@ class TestS3(OnS3, Bare):
 
 @pytest.mark.filterwarnings("ignore:Your installed version of s3fs is very old:UserWarning")
 class TestS3InLayers(OnS3, InLayers):
-    concurrent_rounds = 2
+    concurrent_rounds = 1

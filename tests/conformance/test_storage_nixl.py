@@ -51,7 +51,7 @@ class OnFiles:
 
 
 class TestNixl(OnFiles, StorageConformance):
-    concurrent_rounds = 15
+    concurrent_rounds = 8
 
     @pytest.fixture
     def backend(self) -> Iterator[StorageBackend]:
@@ -71,7 +71,7 @@ class TestDirectNixl(TestNixl):
 class TestNixlInLayers(OnFiles, StorageConformance):
     """As a node opens it with `layers`."""
 
-    concurrent_rounds = 15
+    concurrent_rounds = 8
 
     def open(self) -> StorageBackend:
         bare = self.open_bare(self.object_bytes + 4096)
