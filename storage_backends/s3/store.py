@@ -1,8 +1,8 @@
 """One object at a time in an S3 bucket, through boto3.
 
 DESIGN. boto3 does not try again by itself: that is the retry layer's, which also asks the guard again. A body is read
-in pieces straight into the caller's memory, and against the clock, because boto3's time-out starts anew with every
-byte. Uploads carry If-None-Match, so that of two writers of one name the second is told EXISTS.
+in pieces, and against the clock, because boto3's time-out starts anew with every byte. Uploads carry If-None-Match, so
+that of two writers of one name the second is told EXISTS.
 """
 
 from __future__ import annotations
@@ -126,16 +126,16 @@ class S3Store(ObjectStore):
 
     def _fill(self, body: Any, into: list[memoryview], limit: int, deadline_s: float, name: str) -> int:
         """Read up to `limit` bytes into the parts, in order; how many arrived."""
-        got, piece = 0, memoryview(bytearray(_PIECE_BYTES))
+        got = 0
         for part in into:
             at = 0
             while at < len(part) and got < limit:
-                # Not into the part: the body is copied out of a buffer, and the part may be memory that faults.
-                count = body.readinto(piece[: min(len(part) - at, len(piece), limit - got)])
-                if not count:
+                piece = body.read(min(_PIECE_BYTES, len(part) - at, limit - got))
+                if not piece:
                     return got
-                fill([part[at : at + count]], piece[:count])
-                at, got = at + count, got + count
+                # Not by readinto, which copies as well, and without a guard: the part may be memory that faults.
+                fill([part[at : at + len(piece)]], piece)
+                at, got = at + len(piece), got + len(piece)
                 if self._clock() > deadline_s:
                     raise ObjectError(Outcome.TIMEOUT, f"{self._key(name)}: the body took over {self._timeout_s:g} s")
         return got

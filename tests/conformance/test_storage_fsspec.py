@@ -49,6 +49,7 @@ class OnFiles:
 class OnS3:
     """Hooks: objects by their documented keys, through a client of the tests."""
 
+    more_connections = 10
     server: Seaweed
     prefix: str
     client: Any

@@ -23,6 +23,7 @@ ROOM = 16
 class OnS3:
     """Hooks: objects by their documented keys, through a client of the tests."""
 
+    more_connections = 4
     server: Seaweed
     prefix: str
     client: Any
