@@ -88,9 +88,9 @@ class TestNixlInLayers(OnFiles, StorageConformance):
 
 
 class TestNixlObjects(OnS3, StorageConformance):
-    """The OBJ plug-in, on a real server; keys are those of the S3 backend. Its connections are its own, beside boto3's."""
+    """The OBJ plug-in, on a real server; keys are those of the S3 backend."""
 
-    more_connections = 8
+    more_connections = 8  # its own, and boto3's
 
     @pytest.fixture
     def backend(self) -> Iterator[StorageBackend]:
