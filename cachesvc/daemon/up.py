@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,11 @@ from cachesvc.clock import SystemClock
 from cachesvc.commands.version import about
 from cachesvc.config.model import Config, ConfigError
 from cachesvc.config.text import effective
-from cachesvc.daemon.admin import AdminDoor, bind_loopback, build_app
 from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.claim import Claim, RunInfo
 from cachesvc.daemon.desk import ChannelOptions
 from cachesvc.daemon.health import Health, Heartbeat
+from cachesvc.daemon.loopback import bind_loopback
 from cachesvc.daemon.summary import (
     Demand,
     check_demands,
@@ -45,11 +46,15 @@ from cachesvc.node.parts import NodeOptions
 from cachesvc.rpc.codec import versions
 
 if TYPE_CHECKING:
+    import socket
+
+    from cachesvc.daemon.admin import AdminDoor
     from cachesvc.daemon.grpc_door import GrpcDoor
 
 log = logging.getLogger(__name__)
 
 GrpcOpener = Callable[[Node, Health], "GrpcDoor"]
+GRPC_PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 BEAT_S = 0.5
 MARGIN_S = 5.0
 
@@ -89,14 +94,21 @@ class Daemon:
         """Opens the doors. OSError: one of them cannot be opened; `stop` is still to be called."""
         admin = self._config.admin
         self._beating = asyncio.create_task(self._beat())
-        if admin.enabled:
-            bound = bind_loopback(admin.host, admin.port)
-            self._admin = AdminDoor(build_app(self.node, self._health, admin.host, self._answers()), bound)
-            self._admin.start()
+        bound = bind_loopback(admin.host, admin.port) if admin.enabled else None
+        # Engines first: after a restart they wait for it, while what serves people takes half a second to load.
         await self._channel.start()
         self._is_channel_open = True
+        if bound is not None:
+            self._admin = await asyncio.to_thread(self._open_admin, bound)
         if self._open_grpc is not None:
             self._grpc = await asyncio.to_thread(self._open_grpc, self.node, self._health)
+
+    def _open_admin(self, bound: socket.socket) -> AdminDoor:
+        from cachesvc.daemon.admin import AdminDoor, build_app
+
+        door = AdminDoor(build_app(self.node, self._health, self._config.admin.host, self._answers()), bound)
+        door.start()
+        return door
 
     async def stop(self, drain_s: float) -> int:
         """Drains within `drain_s`, closes everything. Returns how many accepted pages were not stored."""
@@ -165,19 +177,24 @@ def grpc_opener(config: Config) -> GrpcOpener | None:
     address = config.grpc.address
     if address == "off":
         return None
-    try:
-        from cachesvc.daemon.grpc_door import GrpcDoor
-    except ImportError as error:
+    missing = next((name for name in GRPC_PACKAGES if find_spec(name) is None), None)
+    if missing is not None:
         if address == "auto":
             return None
         raise ConfigError(
-            f"grpc.address: needs the package {error.name!r}, which is not installed: pip install 'cachesvc[server]', "
+            f"grpc.address: needs the package {missing!r}, which is not installed: pip install 'cachesvc[server]', "
             "or set it to off"
-        ) from error
+        )
     if address == "auto":
         address = f"unix://{socket_path(config).with_name('grpc.sock')}"
     store_address = f"unix://{socket_path(config)}"
-    return lambda node, health: GrpcDoor(node, health, address, config.grpc.max_message_bytes, store_address)
+
+    def open_door(node: Node, health: Health) -> GrpcDoor:
+        from cachesvc.daemon.grpc_door import GrpcDoor
+
+        return GrpcDoor(node, health, address, config.grpc.max_message_bytes, store_address)
+
+    return open_door
 
 
 def compose(config: Config) -> Daemon:
