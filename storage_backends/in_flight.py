@@ -48,6 +48,11 @@ class InFlight:
                 self._has_lone = False
                 self._changed.notify_all()
 
+    def shut(self) -> None:
+        """Within `alone`: refuse further calls, those that wait for its end included."""
+        with self._changed:
+            self._is_closed = True
+
     def close(self) -> bool:
         """Refuse further calls and wait for those in flight. False: it was closed before."""
         with self._changed:

@@ -32,6 +32,8 @@ INSTALL = {
     "s3": "pip install 'cachesvc[s3]'",
 }
 """How to get what a backend of this distribution needs beyond the base."""
+WITHOUT_SERVICE: Mapping[str, Mapping[str, object]] = {"redis": {"check_at_start": False}}
+"""Options by which a backend opens although its service does not answer, where it would refuse otherwise."""
 Opener = Callable[[Mapping[str, object]], StorageBackend]
 
 

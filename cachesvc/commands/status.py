@@ -6,6 +6,7 @@ Exit status: 0 ready, 1 not ready or no answer, 3 no daemon at that socket.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from cachesvc.daemon.summary import size
 
 PARTS = ("node", "tiers", "sessions", "regions")
 ANSWER_S = 5.0
+UNFOLDED = 1000
 
 
 def command(argv: Sequence[str]) -> int:
@@ -43,12 +45,24 @@ def command(argv: Sequence[str]) -> int:
     try:
         answers = {part: _get(f"{info.admin_url}/api/{part}") for part in PARTS}
     except (OSError, ValueError) as error:
+        if not _is_alive(info.pid):
+            return _fail(f"no daemon at {wanted.socket}: the last one, pid {info.pid}, was killed", 3)
         return _fail(f"the daemon with pid {info.pid} does not answer at {info.admin_url}: {error}", 1)
     if wanted.json:
         print(json.dumps(answers, indent=1))
     else:
         _show(answers)
     return 0 if answers["node"]["is_ready"] else 1
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _get(url: str) -> Any:
@@ -60,7 +74,8 @@ def _get(url: str) -> Any:
 def _show(answers: dict[str, Any]) -> None:
     node = answers["node"]
     state = "ready" if node["is_ready"] else f"not ready: {'; '.join(node['reasons'])}"
-    console = Console(highlight=False)
+    # Into a pipe or a file, lines are as long as they are.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else UNFOLDED)
     console.print(f"cachesvc {node['version']}, pid {node['pid']}, {state}", soft_wrap=True)
     console.print(f"channel unix://{node['socket']}   admin {node['admin_url']}", soft_wrap=True)
     console.print(_table("tiers", ["name", "state", "used", "cap", "objects", "place"], map(_tier, answers["tiers"])))
@@ -87,8 +102,10 @@ def _table(title: str, columns: Sequence[str], rows: Any) -> Table:
 
 def _tier(tier: dict[str, Any]) -> tuple[object, ...]:
     cap = size(tier["capacity_bytes"]) if tier["capacity_bytes"] else "none"
-    state = "; ".join(tier["troubles"]) or ("ok" if tier["is_complete"] else "ok, scanning")
-    return tier["name"], state, size(tier["used_bytes"]), cap, tier["objects"], tier["place"]
+    state = "; ".join(tier["troubles"]) or ("ok, scanning" if tier["is_scanning"] else "ok")
+    used, objects = tier["used_bytes"], tier["objects"]
+    shown = ("unknown", "unknown") if used is None else (size(used), objects)
+    return tier["name"], state, shown[0], cap, shown[1], tier["place"]
 
 
 def _session(session: dict[str, Any]) -> tuple[object, ...]:

@@ -145,9 +145,9 @@ def status_message(node: Node, status: Health) -> service_pb2.NodeStatus:
                 name=tier.name,
                 backend=tier.backend,
                 place=tier.place,
-                used_bytes=tier.used_bytes,
+                used_bytes=tier.used_bytes or 0,
                 capacity_bytes=tier.capacity_bytes,
-                objects=tier.objects,
+                objects=tier.objects or 0,
                 troubles=tier.troubles,
             )
             for tier in report.tiers

@@ -16,7 +16,7 @@ from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
 from storage_backends.errors import StorageConfigError, StorageError
 from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.expiry import ExpiryLayer
-from storage_backends.registry import open_backend
+from storage_backends.registry import WITHOUT_SERVICE, open_backend
 
 OPEN_S = 4.0
 """How long a tier may take to open, the loading of its libraries included."""
@@ -44,7 +44,7 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[Tier]:
 def _open(index: int, config: TierConfig) -> StorageBackend:
     place = f"tier[{index}] ({config.label})"
     try:
-        backend = _bounded(lambda: open_backend(config.backend, config.options), OPEN_S)
+        backend = _bounded(lambda: open_backend(config.backend, _options(config)), OPEN_S)
     except StorageConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
     except (StorageError, OSError, TimeoutError) as error:
@@ -61,6 +61,11 @@ def _open(index: int, config: TierConfig) -> StorageBackend:
     except ValueError as error:
         _bounded(backend.close, ANSWER_S)
         raise ConfigError(f"{place}: capacity_bytes: {error}") from error
+
+
+def _options(config: TierConfig) -> dict[str, object]:
+    """The backend's options; of an optional tier such that it opens while its service is away."""
+    return {**WITHOUT_SERVICE.get(config.backend, {}), **config.options} if config.optional else config.options
 
 
 def _in_bounds(backend: StorageBackend, config: TierConfig) -> StorageBackend:

@@ -49,17 +49,18 @@ class RegionReport:
 
 @dataclass(frozen=True)
 class TierReport:
-    """One storage tier. `capacity_bytes` 0: no limit known. `is_complete`: it knows from memory all that it holds.
-    `troubles` is empty while it makes progress."""
+    """One storage tier. `capacity_bytes` 0: no limit known. `used_bytes`, `objects`: None where nobody counts.
+    `is_scanning`: it still looks at what it holds, and takes no pages yet. `troubles` is empty while it makes
+    progress."""
 
     name: str
     backend: str
     place: str
-    used_bytes: int
+    used_bytes: int | None
     reserved_bytes: int
     capacity_bytes: int
-    objects: int
-    is_complete: bool
+    objects: int | None
+    is_scanning: bool
     troubles: tuple[str, ...]
 
     @property
@@ -122,14 +123,15 @@ def _region(region: Region, manager: str, session: FrameSession | None) -> Regio
 def report_tier(name: str, backend: StorageBackend, troubles: list[str]) -> TierReport:
     """`troubles`: what its calls say."""
     usage: Usage = backend.usage()
+    capabilities = backend.capabilities()
     return TierReport(
         name=name,
-        backend=backend.capabilities().name,
+        backend=capabilities.name,
         place=backend.place(),
-        used_bytes=usage.used_bytes,
+        used_bytes=usage.used_bytes if capabilities.counted else None,
         reserved_bytes=usage.reserved_bytes,
         capacity_bytes=usage.capacity_bytes,
-        objects=usage.objects,
-        is_complete=backend.knows_all(),
+        objects=usage.objects if capabilities.counted else None,
+        is_scanning=not backend.wait_ready(0.0),
         troubles=(*troubles, *(() if backend.is_serving() else ("calls are declined for a while: too many failed",))),
     )

@@ -100,6 +100,9 @@ bool starts_with(int fd, const Segments::Object& object) {
     return true;
 }
 
+// Whatever somebody put under an object's name, opening it neither waits (for the other end of a pipe) nor leads away.
+constexpr int open_object = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW;
+
 }  // namespace
 
 FileIo::FileIo(int directory_fd, std::string writer, bool direct, size_t num_threads)
@@ -172,11 +175,11 @@ void FileIo::read(const ObjectId* ids, const Segments& segments, int32_t* errors
 }
 
 int FileIo::read_one(const ObjectId& id, const Segments::Object& object) {
-    const int flags = O_RDONLY | O_CLOEXEC | (direct_ ? O_DIRECT : 0);
-    const Descriptor file(openat(directory_, page_path(id).c_str(), flags));
+    const Descriptor file(openat(directory_, page_path(id).c_str(), open_object | (direct_ ? O_DIRECT : 0)));
     if (file < 0) return errno;
     struct stat status;
     if (fstat(file, &status) != 0) return errno;
+    if (!S_ISREG(status.st_mode)) return EINVAL;
     size_t got = 0;
     if (int error = read_object(file, object, direct_ ? direct_alignment : 1, &got)) return error;
     const size_t wanted = object.bytes();
@@ -206,7 +209,7 @@ void FileIo::set_aside(const ObjectId* ids, const Segments& segments, int32_t* e
 
 int FileIo::set_aside_one(const ObjectId& id, const Segments::Object& object) {
     const std::string path = page_path(id), target = set_aside_path(id);
-    const Descriptor file(openat(directory_, path.c_str(), O_RDONLY | O_CLOEXEC));
+    const Descriptor file(openat(directory_, path.c_str(), open_object));
     if (file < 0) return errno;
     if (!starts_with(file, object)) return different;
     int error = rename_new(directory_, path.c_str(), target.c_str());

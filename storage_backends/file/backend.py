@@ -3,8 +3,8 @@
 DESIGN. `ObjectDirectory` does the work. It holds on to one inode; when an operator removes or empties the path under a
 running process, whatever is put there is lost to everybody, and a process that starts later does not see this one. So
 each put looks at most once a second, and after any failure at once, whether the directory is still the one at the path
-(one `stat`); if not, it is made and opened again, and the old one is closed when its last call has ended. Calls caught
-in between are repeated on the new one.
+(one `stat`); if not, it is made and opened again once the last call on the old one has ended. Calls caught in between
+are repeated on the new one.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class FileBackend(StorageBackend):
         self._problem = ""
         self._looked_ns = clock_ns()
         self._current = self._open_directory()
+
+    def _open_current(self) -> ObjectDirectory:
+        self._current = self._open_directory()
+        return self._current
 
     def _open_directory(self) -> ObjectDirectory:
         """The directory that is at the path now, made if missing."""
@@ -143,7 +147,7 @@ class FileBackend(StorageBackend):
             if not seen.is_lost():
                 return False
             try:
-                self._current = self._open_directory()
+                seen.replaced_by(self._open_current)
             except (OSError, StorageConfigError) as error:
                 if str(error) != self._problem:  # once per kind of trouble, and not with every put
                     self._problem = str(error)
@@ -151,5 +155,4 @@ class FileBackend(StorageBackend):
                 return False
             self._problem = ""
             logger.warning("the directory %s was removed or emptied under this process; opened anew", seen.place())
-        seen.close()
         return True

@@ -263,12 +263,24 @@ class ObjectDirectory(StorageBackend):
         with self._calls.call():
             return not self._writers.is_registered()
 
+    def replaced_by(self, open_next: Callable[[], ObjectDirectory]) -> ObjectDirectory:
+        """What `open_next` opens in this one's place, which is closed then. No call runs meanwhile, so that nothing is
+        published here after the next one has counted. Raises what `open_next` raises, with this one as it was."""
+        with self._calls.alone():
+            following = open_next()
+            self._calls.shut()
+        self._release()
+        return following
+
     def close(self) -> None:
         if self._calls.close():
-            self._index.close()
-            self._files.close()
-            self._writers.close()
-            self._machine.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._index.close()
+        self._files.close()
+        self._writers.close()
+        self._machine.close()
 
 
 def _open_directory(config: FileConfig) -> int:

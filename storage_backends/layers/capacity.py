@@ -39,9 +39,10 @@ from storage_backends.layers.passing import PassingLayer
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 60.0
-MAY_BE_THERE = (Outcome.OK, Outcome.TIMEOUT, Outcome.UNAVAILABLE)
+MAY_BE_THERE = (Outcome.OK, Outcome.EXISTS, Outcome.TIMEOUT, Outcome.UNAVAILABLE)
 """What a put may have left on the medium. Where the answer was lost, the object takes room until it turns out to be a
-miss, or leaves as the least recently used."""
+miss, or leaves as the least recently used; a second try of it that meets the first one's object EXISTS. An object that
+another writer put counts here as well: too much, never too little."""
 
 
 class CapacityLayer(PassingLayer):

@@ -3,8 +3,8 @@
 DESIGN. On the medium an object is header, stored bytes, and zeros up to the inner backend's alignment. What does not
 become smaller is stored as it is (codec 0), so an object is never larger than the page. A read does not know the stored
 length: it offers room for a whole page, takes what arrives (the contract puts an object of another length at the start
-of the buffer), and the header says the rest. Objects of every known codec are read whatever this tier writes, so a
-tier's codec may be changed at any time.
+of the buffer), and the header says the rest. Objects of every known codec are read, stored plainly included, so a tier
+may begin to compress at any time. (One that stops finds its compressed objects unsupported until they are evicted.)
 
 Whether values of 2 or 4 bytes are split is found out by trying both on the first page of a namespace, whose pages all
 have one dtype.

@@ -47,8 +47,8 @@ class NixlDirectory(ObjectDirectory):
     def capabilities(self) -> Capabilities:
         return NIXL_CAPABILITIES
 
-    def close(self) -> None:
-        super().close()
+    def _release(self) -> None:
+        super()._release()
         with suppress(OSError):
             os.close(self._root)
 
@@ -124,7 +124,9 @@ class NixlDirectory(ObjectDirectory):
     def _open_whole(self, opened: ExitStack, name: str, length: int) -> int | None:
         """The object's file, closed with `opened`; None unless it is there and of this length."""
         try:
-            fd = os.open(f"{name[:2]}/{name}.page", os.O_RDONLY | self._flags, dir_fd=self._root)
+            fd = os.open(
+                f"{name[:2]}/{name}.page", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | self._flags, dir_fd=self._root
+            )
         except OSError:
             return None
         opened.callback(os.close, fd)

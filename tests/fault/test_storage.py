@@ -633,3 +633,15 @@ class TestResources:
 
 def raise_lookup_error() -> NDArray[np.bool_]:
     raise LookupError("from the guard")
+
+
+def test_a_pipe_or_a_link_under_an_objects_name_is_no_object_and_holds_nobody_up(tmp_path: Path) -> None:
+    ids, pages = make_ids(2), Buffers.make(2, OBJECT_BYTES, seed=1)
+    with opened(tmp_path) as backend:
+        backend.put_from(ids, pages.segments())
+        for object_id in ids:
+            path_of(tmp_path, object_id).unlink()
+        os.mkfifo(path_of(tmp_path, ids[0]))
+        path_of(tmp_path, ids[1]).symlink_to("/dev/zero")
+        target = Buffers.make(2, OBJECT_BYTES)
+        assert not np.isin(backend.get_into(ids, target.segments()), (Outcome.OK, Outcome.EXISTS)).any()

@@ -203,3 +203,10 @@ class TestExpiry:
     def test_a_time_to_live_is_positive(self, medium: Medium) -> None:
         with pytest.raises(ValueError, match="ttl_s is 0"):
             ExpiryLayer(medium, 0)
+
+
+def test_an_object_whose_first_answer_was_lost_counts_when_the_second_try_finds_it(medium: Medium) -> None:
+    with closing(bounded(medium, 8)) as layer:
+        ids = put(medium, 2, seed=1)  # on the medium, behind the layer's back
+        assert layer.put_from(ids, Buffers.make(2, SIZE, 1).segments()).tolist() == [Outcome.EXISTS] * 2
+        assert layer.usage().used_bytes == 2 * SIZE
