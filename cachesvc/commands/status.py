@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cachesvc.client.connect import default_socket_path
 from cachesvc.command_line import Parser
@@ -96,8 +97,13 @@ def _table(title: str, columns: Sequence[str], rows: Any) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*map(_plain, row))
     return table
+
+
+def _plain(value: object) -> Text:
+    """As it is: names come from clients, and mean nothing to the terminal."""
+    return Text("".join(character if character.isprintable() else "?" for character in str(value)))
 
 
 def _tier(tier: dict[str, Any]) -> tuple[object, ...]:

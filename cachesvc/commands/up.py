@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from cachesvc.daemon.up import Daemon, compose, serve, socket_path
 from cachesvc.rpc.codec import versions
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SIGNAL_S = 0.5
+MOST_DESCRIPTORS = 65536
 
 
 def command(argv: Sequence[str]) -> int:
@@ -46,6 +49,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _run(config: Config) -> int:
+    _raise_descriptor_limit()
     claim = Claim.take(socket_path(config))
     try:
         print(f"cachesvc {versions().software}", flush=True)
@@ -59,12 +63,28 @@ def _run(config: Config) -> int:
 async def _serve(daemon: Daemon, claim: Claim, drain_s: float) -> int:
     stop, at_once = asyncio.Event(), asyncio.Event()
 
+    loop = asyncio.get_running_loop()
+    first_s = 0.0
+
     def on_signal() -> None:
-        (at_once if stop.is_set() else stop).set()
+        nonlocal first_s
+        if not stop.is_set():
+            first_s = loop.time()
+            stop.set()
+        elif loop.time() - first_s >= SAME_SIGNAL_S:  # those before are the first one, sent to child and group
+            at_once.set()
 
     for number in SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal)
     return await serve(daemon, claim, drain_s, stop, at_once)
+
+
+def _raise_descriptor_limit() -> None:
+    """As many file descriptors as this process may have: an engine takes about seven."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -30,6 +31,13 @@ logger = logging.getLogger(__name__)
 
 MAX_FDS = 2  # of a region
 _CREDENTIALS = struct.Struct("3i")
+_LONGEST_NAME = 200
+SHORTAGES = {
+    errno.EMFILE: "file descriptors (raise its limit: ulimit -n)",
+    errno.ENFILE: "file descriptors of the whole machine",
+    errno.ENOMEM: "memory",
+}
+"""What a system call may lack for the moment; not the client's fault, and worth another try."""
 
 
 class Handshake:
@@ -75,7 +83,7 @@ class Handshake:
         try:
             async with asyncio.timeout(self._desk.options.hello_timeout_s):
                 hello = await self._hello()
-            mismatch = codec.version_mismatch(hello.versions, hello.client or "the client")
+            mismatch = codec.version_mismatch(hello.versions, _printable(hello.client) or "the client")
             if mismatch:
                 self._refuse(AttachResult.REFUSED_VERSION, mismatch)
             want = hello.WhichOneof("want")
@@ -125,6 +133,11 @@ class Handshake:
             return await asyncio.shield(opening)
         except (AttachRefused, BadMessage):
             raise
+        except OSError as error:
+            if error.errno not in SHORTAGES:
+                logger.exception("opening a session failed")
+                self._refuse(AttachResult.REFUSED_FAILED, f"the node failed: {error!r}")
+            self._refuse(AttachResult.REFUSED_BUSY, f"the node is short of {SHORTAGES[error.errno]}; try again later")
         except Exception as error:
             logger.exception("opening a session failed")
             self._refuse(AttachResult.REFUSED_FAILED, f"the node failed: {error!r}")
@@ -166,6 +179,11 @@ class Handshake:
         sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
         if sent != len(frame):
             raise ConnectionResetError("the client does not read")
+
+
+def _printable(name: str) -> str:
+    """What a client calls itself, fit for one line of a log."""
+    return "".join(character if character.isprintable() else "?" for character in name[:_LONGEST_NAME])
 
 
 def refuse_at_once(sock: socket.socket, result: AttachResult, message: str) -> None:

@@ -118,7 +118,8 @@ class HandOver:
             self._wait_until_left(offer.region_id)
         for session in self._roster:
             is_named = session.session_id == request.previous
-            if offer is None and is_named and session.claim == Claim.of(request):
+            # Without the memory in hand, a name proves nothing: whoever is attached is left alone.
+            if offer is None and is_named and session.is_lost and session.claim == Claim.of(request):
                 return session
             if offer is not None and offer.region_id == session.region.region_id:
                 check_offer(request, offer)

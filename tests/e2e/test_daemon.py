@@ -2,11 +2,14 @@
 
 import json
 import os
+import resource
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
+from cachesvc.commands import status
 from tests.helpers.daemon import HANG_S, DaemonProcess, Home
 from tests.helpers.engine import NUM_PAGES, Engine
 
@@ -135,3 +138,29 @@ def test_sigterm_stores_what_waits_and_the_next_daemon_finds_it(home):
         other = Engine(home, "engine-2")
         assert other.client.lookup(other.keys).num_pages == NUM_PAGES
         other.client.detach()
+
+
+def test_a_daemon_takes_the_descriptors_it_may_have(home):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+    try:
+        with DaemonProcess(home) as daemon:
+            limits = Path(f"/proc/{daemon.process.pid}/limits").read_text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    [line] = [line for line in limits.splitlines() if line.startswith("Max open files")]
+    assert int(line.split()[3]) == min(hard, 65536)
+
+
+def test_a_signal_sent_twice_at_once_is_one_signal(home):
+    with DaemonProcess(home) as daemon:
+        daemon.process.terminate()
+        daemon.process.terminate()
+        assert daemon.process.wait(60) == 0
+
+
+def test_names_mean_nothing_to_the_terminal(home, capsys):
+    tier = {"name": "[/foo]\x1b[31m", "troubles": [], "is_scanning": False, "used_bytes": None, "objects": None}
+    node = {"is_ready": True, "version": "1", "pid": 1, "socket": "/s", "admin_url": "http://x"}
+    status._show({"node": node, "tiers": [{**tier, "capacity_bytes": 0, "place": ""}], "sessions": [], "regions": []})
+    assert "[/foo]?[31m  ok     unknown" in capsys.readouterr().out

@@ -430,8 +430,8 @@ def test_a_session_is_resumed_with_its_region(node):
 
 def test_a_session_whose_end_nobody_has_noticed_is_resumed_too(node):
     engine = filled(node)
-    op = engine.prefetch(chain(2, 4), FRAMES + 4)
-    session = attach(node, previous=session_of(engine).session_id)
+    process, op = Process(engine), engine.prefetch(chain(2, 4), FRAMES + 4)
+    session = attach(node, offer=process.region, previous=session_of(engine).session_id)
     assert session.region.region_id == engine.region.region_id
     assert not session.is_lent.any()
     with pytest.raises(SessionClosed):
@@ -482,6 +482,7 @@ def test_a_region_that_an_ended_session_still_touches_is_not_taken_in_a_second_t
 def test_an_attach_waits_for_a_slice_that_is_about_to_end(node, backend):
     """Another worker's slice ends while the attach waits."""
     engine, sessions = Engine(node, "a", 8), []
+    process = Process(engine)
     engine.prefetch(KEYS, FRAMES)
     wait_for = node._parts.pool.wait_for
 
@@ -494,7 +495,7 @@ def test_an_attach_waits_for_a_slice_that_is_about_to_end(node, backend):
     with node._parts.state:
         session_of(engine).slice_began()
     node._parts.pool.wait_for = finish_the_slice
-    sessions.append(attach(node, previous=session_of(engine).session_id))
+    sessions.append(attach(node, offer=process.region, previous=session_of(engine).session_id))
     assert sessions[0].region.region_id == engine.region.region_id
 
 
@@ -503,6 +504,7 @@ def test_a_stranger_does_not_get_a_session_by_its_number(node):
     number = session_of(engine).session_id
     assert attach(node, "b", previous=number).region.region_id != engine.region.region_id
     assert attach(node, num_frames=9, previous=number).region.region_id != engine.region.region_id
+    assert attach(node, previous=number).region.region_id != engine.region.region_id  # not even as the same engine
     assert not session_of(engine).is_closed
 
 
