@@ -29,6 +29,7 @@ class FakeClaim:
 class FakeDaemon:
     summary = ("one line",)
     admin_url = "http://127.0.0.1:1"
+    grpc_address = ""
 
     def __init__(self, num_lost=0, start_error=None):
         self.num_lost = num_lost
