@@ -54,6 +54,7 @@ class CapacityLayer(PassingLayer):
         self._index = ObjectIndex(capacity_bytes)
         self._retry_s = retry_s
         self._puts = InFlight("capacity layer")
+        self._committing = threading.Lock()
         self._is_complete = False
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -104,7 +105,17 @@ class CapacityLayer(PassingLayer):
                 stored[granted] = np.isin(result[granted], MAY_BE_THERE)
             return result
         finally:
-            self._index.commit(reservation, stored)
+            with self._committing:
+                self._index.commit(reservation, self._once(ids, stored))
+
+    def _once(self, ids: ObjectIds, stored: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """`stored` without what is in the index by now, and without the second of two equal ids: one object, counted
+        once."""
+        which = np.flatnonzero(stored & ~self._index.contains(ids))
+        _, first = np.unique(ids[which], axis=0, return_index=True)
+        once = np.zeros(len(ids), dtype=np.bool_)
+        once[which[first]] = True
+        return once
 
     def delete(self, ids: ObjectIds) -> Outcomes:
         # Not between the moment when an object is on the medium and the one when the index says so.
