@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from cachekernels.objects import IndexUsage
 from numpy.typing import NDArray
 
 from storage_backends.outcome import Outcome
@@ -150,6 +151,17 @@ class Usage:
     objects: int
     set_aside_bytes: int = 0
     """The part of `used_bytes` that was set aside as corrupt."""
+
+    @staticmethod
+    def of(counted: IndexUsage) -> Usage:
+        """What an `ObjectIndex` has counted."""
+        return Usage(
+            used_bytes=counted.total_bytes - counted.reserved_bytes,
+            reserved_bytes=counted.reserved_bytes,
+            capacity_bytes=counted.capacity_bytes,
+            objects=counted.objects,
+            set_aside_bytes=counted.set_aside_bytes,
+        )
 
 
 @dataclass(frozen=True)

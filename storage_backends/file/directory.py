@@ -243,14 +243,7 @@ class ObjectDirectory(StorageBackend):
 
     def usage(self) -> Usage:
         with self._calls.call():
-            now = self._index.objects.usage()
-            return Usage(
-                used_bytes=now.total_bytes - now.reserved_bytes,
-                reserved_bytes=now.reserved_bytes,
-                capacity_bytes=now.capacity_bytes,
-                objects=now.objects,
-                set_aside_bytes=now.set_aside_bytes,
-            )
+            return Usage.of(self._index.objects.usage())
 
     def room(self) -> Room:
         """What the directory's file system has left. Raises OSError."""

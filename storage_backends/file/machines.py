@@ -21,13 +21,16 @@ import hashlib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from cachekernels.files import FoundFiles
 from numpy.typing import NDArray
+
+from storage_backends.file.locks import is_free, try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +142,7 @@ class SharedMachines(Machine):
     def _live_machines(self) -> list[str]:
         """Names of the other machines that live. A machine of which that cannot be told counts as alive."""
         names = [entry.name for entry in os.scandir(self._all) if entry.is_dir() and entry.name != self._name]
-        return [name for name in names if not _is_free(self._all / name / _ALIVE)]
+        return [name for name in names if not _succeeds(partial(is_free, self._all / name / _ALIVE))]
 
     def _live_owners(self) -> set[int]:
         return {owner_of(name) for name in self._live_machines()}
@@ -162,7 +165,7 @@ class SharedMachines(Machine):
         """Whether it is this machine's turn to adopt; the objects of a shard wait for the next start otherwise."""
         fd = os.open(self._all / _ADOPT, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            yield _try_lock(fd)
+            yield _succeeds(partial(try_lock, fd))
         finally:
             os.close(fd)
 
@@ -172,23 +175,9 @@ def owner_of(name: str) -> int:
     return int.from_bytes(hashlib.sha256(b"cachesvc/machine" + name.encode()).digest()[:4], "little") % _OWNERS
 
 
-def _is_free(path: Path) -> bool:
-    """Nobody holds the lock `path`."""
+def _succeeds(lock: Callable[[], bool]) -> bool:
+    """What `lock` answers; False where the file system does not say."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
+        return lock()
     except OSError:
         return False
-    try:
-        return _try_lock(fd)
-    finally:
-        os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -15,7 +15,6 @@ dead in the count: too much, never too little, until somebody starts alone.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import logging
 import mmap
@@ -26,6 +25,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from storage_backends.errors import StorageClosed
+from storage_backends.file.locks import is_free, try_lock
 from storage_backends.file.machines import Machine
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Writers:
 
         Holds `start.lock` from here until `end_turn`. Raises StorageClosed when `stop` is set first.
         """
-        while not _try_lock(self._lock_fd):
+        while not try_lock(self._lock_fd):
             if stop.wait(_TURN_S):
                 raise StorageClosed("the file backend was closed while it waited for its turn to start")
         is_first = not self.others_alive()
@@ -153,14 +153,7 @@ class Writers:
         return {name for name in os.listdir(self._directory) if not name.startswith(".")} - {self.token}
 
     def _is_dead(self, token: str) -> bool:
-        try:
-            fd = os.open(self._directory / token, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
-        try:
-            return _try_lock(fd)
-        finally:
-            os.close(fd)
+        return is_free(self._directory / token)
 
     @staticmethod
     def _map(path: Path) -> mmap.mmap:
@@ -171,13 +164,3 @@ class Writers:
             return mmap.mmap(fd, mmap.PAGESIZE)
         finally:
             os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EINTR):
-            return False
-        raise
-    return True

@@ -135,13 +135,7 @@ class CapacityLayer(PassingLayer):
         return self._is_complete and self.inner.wait_ready(timeout_s)
 
     def usage(self) -> Usage:
-        now = self._index.usage()
-        return Usage(
-            used_bytes=now.total_bytes - now.reserved_bytes,
-            reserved_bytes=now.reserved_bytes,
-            capacity_bytes=now.capacity_bytes,
-            objects=now.objects,
-        )
+        return Usage.of(self._index.usage())
 
     def close(self) -> None:
         self._stop.set()

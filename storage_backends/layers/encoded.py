@@ -115,7 +115,9 @@ class EncodedLayer(VerifiedLayer):
             payload_bytes,
             self.header_bytes,
         )
-        return self.inner.put_from(ids, self._framed(headers, encoded), guard)
+        return self.inner.put_from(
+            ids, self.framed(headers, encoded.addresses, encoded.stored_bytes, encoded.owner), guard
+        )
 
     def _encode(self, segments: Segments, payload_bytes: int) -> _Encoded:
         value_bytes = self._value_bytes or self._better_value_bytes(segments.addresses[:1], payload_bytes)
@@ -137,21 +139,6 @@ class EncodedLayer(VerifiedLayer):
         }
         self._value_bytes = min(sizes, key=sizes.__getitem__)
         return self._value_bytes
-
-    def _framed(self, headers: NDArray[np.uint8], encoded: _Encoded) -> Segments:
-        """Header, stored bytes and padding of every object."""
-        count = len(headers)
-        padding = np.zeros(self.alignment_bytes, dtype=np.uint8)
-        addresses = np.empty((count, 3), dtype=np.uint64)
-        lengths = np.empty((count, 3), dtype=np.uint64)
-        addresses[:, 0] = addresses_of_rows(headers)
-        addresses[:, 1] = encoded.addresses
-        addresses[:, 2] = padding.ctypes.data
-        lengths[:, 0] = self.header_bytes
-        lengths[:, 1] = encoded.stored_bytes
-        lengths[:, 2] = -(self.header_bytes + encoded.stored_bytes.astype(np.int64)) % self.alignment_bytes
-        offsets = np.arange(count + 1, dtype=np.int64) * 3
-        return Segments(addresses.reshape(-1), lengths.reshape(-1), offsets, (headers, padding, encoded.owner))
 
     def _read(self, ids: ObjectIds, segments: Segments, payload_bytes: int) -> tuple[Outcomes, Segments]:
         whole_bytes = self.header_bytes + payload_bytes

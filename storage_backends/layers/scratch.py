@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,13 @@ from numpy.typing import NDArray
 ALIGNMENT_BYTES = 4096
 KEPT_BYTES = 256 * 2**20
 """At most so much is kept for later; what has waited longest is given back to the system."""
+
+
+def aligned(make: Callable[..., NDArray[np.uint8]], num_bytes: int) -> NDArray[np.uint8]:
+    """uint8[num_bytes], first byte aligned for O_DIRECT. `make`: np.empty or np.zeros."""
+    room = make(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -room.ctypes.data % ALIGNMENT_BYTES
+    return room[start : start + num_bytes]
 
 
 class ScratchPool:
@@ -27,9 +35,7 @@ class ScratchPool:
                 if num_bytes <= len(block) <= 4 * num_bytes:
                     self._kept_bytes -= len(block)
                     return self._free.pop(place)
-        room = np.empty(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
-        start = -room.ctypes.data % ALIGNMENT_BYTES
-        return room[start : start + num_bytes]
+        return aligned(np.empty, num_bytes)
 
     def give_back(self, block: NDArray[np.uint8]) -> None:
         """For others. Nothing may write to it any more."""

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from storage_backends.base import Capabilities, ObjectIds, Outcome, Outcomes, Segments, StorageBackend
 from storage_backends.layers.passing import PassingLayer
+from storage_backends.layers.scratch import aligned
 
-_SCRATCH_ALIGNMENT = 4096
 _NOT_OURS = (PageCheck.FOREIGN, PageCheck.NEWER)
 
 
@@ -69,6 +69,22 @@ class VerifiedLayer(PassingLayer):
     def _read(self, ids: ObjectIds, segments: Segments, payload_bytes: int) -> tuple[Outcomes, Segments]:
         """Read and judge; also the segments that hold what was read, header included."""
 
+    def framed(
+        self, headers: NDArray[np.uint8], addresses: NDArray[np.uint64], stored_bytes: NDArray[np.uint64], owner: object
+    ) -> Segments:
+        """Header, stored bytes at `addresses` and padding of every object; padding is memory that all of them share."""
+        padding_bytes = -(self.header_bytes + stored_bytes.astype(np.int64)) % self.alignment_bytes
+        padding = np.zeros(int(padding_bytes.max(initial=0)), dtype=np.uint8)
+        parts = 3 if len(padding) else 2
+        places = np.empty((len(headers), parts), dtype=np.uint64)
+        lengths = np.empty((len(headers), parts), dtype=np.uint64)
+        places[:, 0], lengths[:, 0] = addresses_of_rows(headers), self.header_bytes
+        places[:, 1], lengths[:, 1] = addresses, stored_bytes
+        if len(padding):
+            places[:, 2], lengths[:, 2] = padding.ctypes.data, padding_bytes
+        offsets = np.arange(len(headers) + 1, dtype=np.int64) * parts
+        return Segments(places.reshape(-1), lengths.reshape(-1), offsets, (headers, padding, owner))
+
     def judge(self, ids: ObjectIds, checks: NDArray[np.uint8]) -> Outcomes:
         """What is to be made of objects that arrived and were checked."""
         verdict = np.where(checks == PageCheck.OK, Outcome.OK, Outcome.CORRUPT).astype(np.uint8)
@@ -82,9 +98,7 @@ class VerifiedLayer(PassingLayer):
 
 def scratch(count: int, row_bytes: int) -> NDArray[np.uint8]:
     """Zeroed uint8[count, row_bytes] whose first byte is aligned for O_DIRECT."""
-    room = np.zeros(count * row_bytes + _SCRATCH_ALIGNMENT, dtype=np.uint8)
-    start = -room.ctypes.data % _SCRATCH_ALIGNMENT
-    return room[start : start + count * row_bytes].reshape(count, row_bytes)
+    return aligned(np.zeros, count * row_bytes).reshape(count, row_bytes)
 
 
 def addresses_of_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint64]:

@@ -133,13 +133,7 @@ class MemoryBackend(StorageBackend):
         yield ScanBatch(ids, lengths, np.zeros(len(ids), dtype=np.int64))
 
     def usage(self) -> Usage:
-        now = self._index.usage()
-        return Usage(
-            used_bytes=now.total_bytes - now.reserved_bytes,
-            reserved_bytes=now.reserved_bytes,
-            capacity_bytes=now.capacity_bytes,
-            objects=now.objects,
-        )
+        return Usage.of(self._index.usage())
 
     def room(self) -> Room:
         memory = available_memory()
