@@ -24,6 +24,7 @@ from cachesvc.client.base import AttachRefused
 from cachesvc.clock import SystemClock
 from cachesvc.identity import Identity
 from cachesvc.outcomes import AttachResult
+from cachesvc.tcp import bind
 from engine_plugin.engine.args import EngineArgs, parse_args
 from engine_plugin.engine.http import ServerInfo, build_app
 from engine_plugin.engine.loading import LoadedModel, kv_dtype, load_model
@@ -32,7 +33,7 @@ from engine_plugin.engine.openai import OpenAIRoutes
 from engine_plugin.engine.runner import ModelRunner
 from engine_plugin.engine.sampler import Sampler
 from engine_plugin.engine.scheduler import Limits, Scheduler
-from engine_plugin.engine.server import Stop, bind, serve
+from engine_plugin.engine.server import Stop, serve
 from engine_plugin.engine.service import EngineService, Vocabulary
 from engine_plugin.engine.sizing import MemoryPlan, StartupError, plan_memory
 from engine_plugin.hicache.base import PrefixCache

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cachesvc.node.arguments import check_frames, check_loan
 from cachesvc.node.events import Event, LookupDone, OpEnded, PagesRead, PagesStored
 from cachesvc.outcomes import OpEnd, Reject, Verb
 from cachesvc.rpc.codec import BadMessage
@@ -87,19 +88,11 @@ class Ledger:
 
     def check_frames(self, frames: I32) -> None:
         """ValueError: a frame is not one of the region's."""
-        num_frames = len(self.is_lent)
-        if len(frames) and (frames.min() < 0 or frames.max() >= num_frames):
-            raise ValueError(f"frames must be in [0, {num_frames}), got {frames.min()}..{frames.max()}")
+        check_frames(frames, len(self.is_lent))
 
     def check_loan(self, frames: I32) -> None:
         """ValueError: a frame is not one of the region's, twice in the list, or lent already."""
-        self.check_frames(frames)
-        taken = frames[self.is_lent[frames]]
-        if len(taken):
-            raise ValueError(f"{len(taken)} frames are lent already, the first one is {taken[0]}")
-        num_different = len(np.unique(frames))
-        if num_different != len(frames):
-            raise ValueError(f"{len(frames)} frames are only {num_different} different ones")
+        check_loan(frames, self.is_lent)
 
     # ---- what the client did
 

@@ -21,6 +21,7 @@ from cachesvc.client.connect import default_socket_path
 from cachesvc.command_line import Parser
 from cachesvc.daemon.claim import read_run_info
 from cachesvc.daemon.summary import size
+from cachesvc.printable import printable
 
 PARTS = ("node", "tiers", "sessions", "regions")
 ANSWER_S = 5.0
@@ -103,7 +104,7 @@ def _table(title: str, columns: Sequence[str], rows: Any) -> Table:
 
 def _plain(value: object) -> Text:
     """As it is: names come from clients, and mean nothing to the terminal."""
-    return Text("".join(character if character.isprintable() else "?" for character in str(value)))
+    return Text(printable(str(value)))
 
 
 def _tier(tier: dict[str, Any]) -> tuple[object, ...]:

@@ -30,9 +30,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from cachesvc.daemon.health import Health
-from cachesvc.daemon.loopback import url_of
 from cachesvc.metrics import prometheus_collector
 from cachesvc.node.node import Node
+from cachesvc.tcp import url_of
 
 HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
 GRACE_S = 2

@@ -23,6 +23,7 @@ from cachesvc.daemon.connection import Connection
 from cachesvc.daemon.desk import Desk
 from cachesvc.daemon.port import Opened, SessionOpener
 from cachesvc.outcomes import AttachResult, Reject
+from cachesvc.printable import printable
 from cachesvc.rpc import channel_pb2, codec, common_pb2
 from cachesvc.rpc.codec import BadMessage
 from cachesvc.rpc.framing import FrameReader, FrameTooLong, to_frame
@@ -83,7 +84,7 @@ class Handshake:
         try:
             async with asyncio.timeout(self._desk.options.hello_timeout_s):
                 hello = await self._hello()
-            mismatch = codec.version_mismatch(hello.versions, _printable(hello.client) or "the client")
+            mismatch = codec.version_mismatch(hello.versions, printable(hello.client[:_LONGEST_NAME]) or "the client")
             if mismatch:
                 self._refuse(AttachResult.REFUSED_VERSION, mismatch)
             want = hello.WhichOneof("want")
@@ -133,12 +134,10 @@ class Handshake:
             return await asyncio.shield(opening)
         except (AttachRefused, BadMessage):
             raise
-        except OSError as error:
-            if error.errno not in SHORTAGES:
-                logger.exception("opening a session failed")
-                self._refuse(AttachResult.REFUSED_FAILED, f"the node failed: {error!r}")
-            self._refuse(AttachResult.REFUSED_BUSY, f"the node is short of {SHORTAGES[error.errno]}; try again later")
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in SHORTAGES:
+                why = f"the node is short of {SHORTAGES[error.errno]}; try again later"
+                self._refuse(AttachResult.REFUSED_BUSY, why)
             logger.exception("opening a session failed")
             self._refuse(AttachResult.REFUSED_FAILED, f"the node failed: {error!r}")
         except asyncio.CancelledError:
@@ -179,11 +178,6 @@ class Handshake:
         sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
         if sent != len(frame):
             raise ConnectionResetError("the client does not read")
-
-
-def _printable(name: str) -> str:
-    """What a client calls itself, fit for one line of a log."""
-    return "".join(character if character.isprintable() else "?" for character in name[:_LONGEST_NAME])
 
 
 def refuse_at_once(sock: socket.socket, result: AttachResult, message: str) -> None:

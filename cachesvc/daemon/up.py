@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING
 from cachesvc.client.connect import default_socket_path
 from cachesvc.clock import SystemClock
 from cachesvc.commands.version import about
-from cachesvc.config.model import Config, ConfigError
+from cachesvc.config.model import AdminConfig, Config, ConfigError
 from cachesvc.config.text import effective
 from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.claim import Claim, RunInfo
 from cachesvc.daemon.desk import ChannelOptions
 from cachesvc.daemon.health import Health, Heartbeat
-from cachesvc.daemon.loopback import bind_loopback
 from cachesvc.daemon.summary import (
     Demand,
     check_demands,
@@ -44,6 +43,7 @@ from cachesvc.daemon.tiers import open_tiers
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.rpc.codec import versions
+from cachesvc.tcp import bind
 
 if TYPE_CHECKING:
     import socket
@@ -94,7 +94,7 @@ class Daemon:
         """Opens the doors. OSError: one of them cannot be opened; `stop` is still to be called."""
         admin = self._config.admin
         self._beating = asyncio.create_task(self._beat())
-        bound = bind_loopback(admin.host, admin.port) if admin.enabled else None
+        bound = _bound(admin) if admin.enabled else None
         # Engines first: after a restart they wait for it, while what serves people takes half a second to load.
         await self._channel.start()
         self._is_channel_open = True
@@ -164,6 +164,14 @@ class Daemon:
             "reasons": readiness.reasons,
             "memory": asdict(memory_room()),
         }
+
+
+def _bound(admin: AdminConfig) -> socket.socket:
+    """OSError, naming key and remedy."""
+    try:
+        return bind(admin.host, admin.port)
+    except OSError as error:
+        raise OSError(f"admin.port: {error}; choose another port, 0 for any that is free") from error
 
 
 def socket_path(config: Config) -> Path:

@@ -79,12 +79,7 @@ class ProbeOp(Op, Work):
         held = leading(self._held(keys))
         with self.session.parts.state:
             self._num_pages += held
-            if held < len(keys) or self._num_pages == len(self._keys):
-                self.finish(OpEnd.COMPLETED)
-            elif self.given_up is not None:
-                self.finish(self.given_up)
-            else:
-                self.state = OpState.QUEUED
+            self.go_on(is_complete=held < len(keys) or self._num_pages == len(self._keys))
             self.session.slice_ended()
             return Next.IDLE if self.end is not None else Next.AGAIN
 

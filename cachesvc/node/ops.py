@@ -55,6 +55,16 @@ class Op(EventSource[Event]):
         else:
             self.finish(reason)
 
+    def go_on(self, *, is_complete: bool) -> None:
+        """The slice that ran has ended: the op is over because it is complete or was given up, else it waits for its
+        next slice."""
+        if is_complete:
+            self.finish(OpEnd.COMPLETED)
+        elif self.given_up is not None:
+            self.finish(self.given_up)
+        else:
+            self.state = OpState.QUEUED
+
     def num_lent(self) -> int:
         """Frames that the node may still write for this op."""
         return 0
@@ -120,12 +130,8 @@ class PageOp(Op):
         self.answer(results)
         if self.is_fatal(results):
             self.finish(OpEnd.BAD_PAGE)
-        elif self.answered == len(self):
-            self.finish(OpEnd.COMPLETED)
-        elif self.given_up is not None:
-            self.finish(self.given_up)
         else:
-            self.state = OpState.QUEUED
+            self.go_on(is_complete=self.answered == len(self))
 
     def is_fatal(self, results: Outcomes) -> bool:
         """Whether these outcomes end the op: a page that is not had makes those behind it worthless."""

@@ -15,6 +15,7 @@ from cachekernels.region import Region
 from numpy.typing import NDArray
 
 from cachesvc.client.base import AttachRequest
+from cachesvc.node.arguments import check_frames, check_loan
 from cachesvc.node.backup import StoreLane
 from cachesvc.node.events import Event, EventQueue
 from cachesvc.node.kept import Claim
@@ -76,19 +77,12 @@ class FrameSession:
     def lend(self, frames: I32) -> None:
         """Takes frames on loan. ValueError, nothing taken: a frame is out of range, twice in the list, or lent
         already."""
-        self.check_frames(frames)
-        taken = frames[self.is_lent[frames]]
-        if len(taken):
-            raise ValueError(f"{len(taken)} frames are lent already, the first one is {taken[0]}")
-        num_different = len(np.unique(frames))
-        if num_different != len(frames):
-            raise ValueError(f"{len(frames)} frames are only {num_different} different ones")
+        check_loan(frames, self.is_lent)
         self.is_lent[frames] = True
 
     def check_frames(self, frames: I32) -> None:
         """ValueError: a frame is not one of the region's."""
-        if len(frames) and (frames.min() < 0 or frames.max() >= self.region.num_frames):
-            raise ValueError(f"frames must be in [0, {self.region.num_frames}), got {frames.min()}..{frames.max()}")
+        check_frames(frames, self.region.num_frames)
 
     def num_quarantined(self) -> int:
         """Lent frames of ops that were given up while a slice of theirs runs."""

@@ -110,12 +110,7 @@ class MediaOp(Op, Work):
         results = self.ask(keys)
         with self.session.parts.state:
             self._land(results)
-            if self._answered == len(self.keys):
-                self.finish(OpEnd.COMPLETED)
-            elif self.given_up is not None:
-                self.finish(self.given_up)
-            else:
-                self.state = OpState.QUEUED
+            self.go_on(is_complete=self._answered == len(self.keys))
             self.session.slice_ended()
             return Next.IDLE if self.end is not None else Next.AGAIN
 

@@ -192,22 +192,20 @@ class TierChain:
         self._tiers = [_CountedTier(tier, counters, clock) for tier in tiers]
         # Those that answer from memory are asked before those that have to look.
         self._probed = sorted(self._tiers, key=lambda tier: not tier.capabilities.index_answers)
+        self._written = [tier for tier in self._tiers if tier.options.write_mode is WriteMode.THROUGH]
+        promoting = (rank for rank, tier in enumerate(self._tiers) if tier.options.takes_promotions)
+        self.first_promoting = next(promoting, NO_TIER_PROMOTES)
+        """Position of the first tier that takes pages found further down; more than any position where none does."""
 
     @property
     def can_write(self) -> bool:
         """Whether backups have somewhere to go."""
-        return any(tier.options.write_mode is WriteMode.THROUGH for tier in self._tiers)
+        return bool(self._written)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no tier at all."""
         return not self._tiers
-
-    @property
-    def first_promoting(self) -> int:
-        """Position of the first tier that takes pages found further down; more than any position where none does."""
-        positions = [rank for rank, tier in enumerate(self._tiers) if tier.options.takes_promotions]
-        return positions[0] if positions else NO_TIER_PROMOTES
 
     @property
     def must_probe(self) -> bool:
@@ -244,8 +242,7 @@ class TierChain:
         """Writes each page to every tier that takes writes and does not hold it. OK where a tier took it, else EXISTS
         where one holds it, else the first tier's reason. `guard(which)` says for pages at positions `which` whether
         their frames are still what they were."""
-        written = [tier for tier in self._tiers if tier.options.write_mode is WriteMode.THROUGH]
-        return self._write_each(written, namespace, ids, segments, guard)
+        return self._write_each(self._written, namespace, ids, segments, guard)
 
     def promote(
         self, namespace: bytes, ids: ObjectIds, segments: Segments, ranks: NDArray[np.int8], guard: PageGuard

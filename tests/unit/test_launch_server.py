@@ -12,7 +12,8 @@ import pytest
 import uvicorn
 
 from cachesvc.client.private import TierDescription
-from engine_plugin.engine.server import Stop, bind, losses, url_of
+from cachesvc.tcp import bind, url_of
+from engine_plugin.engine.server import Stop, losses
 from engine_plugin.launch_server import command, default_group
 from tests.helpers.caches import IDENTITY
 
