@@ -1,14 +1,13 @@
 """The conformance suite for storage backends, for use in any test tree.
 
     class TestMine(StorageConformance):
-        @pytest.fixture
-        def backend(self): ...                       # an open, empty backend; see below
+        def open(self): ...                          # a backend on this test's medium, empty at first; see below
         def read_medium(self, backend, object_id): ...          # bytes or None, not through the backend
         def write_medium(self, backend, object_id, value): ...  # likewise; replaces what is there
 
 The two hooks read and write the medium behind the code under test, so that put and get are tested apart from each
-other. `reopen` is needed where capabilities say `persistent`. What is tested depends on the capabilities alone. A
-backend that evicts must be opened with room for 8 to 64 objects of `object_bytes`, as stored.
+other. `open` is called again for the same medium where capabilities say `persistent`. What is tested depends on the
+capabilities alone. A backend that evicts must be opened with room for 8 to 64 objects of `object_bytes`, as stored.
 """
 
 from __future__ import annotations
@@ -24,9 +23,12 @@ from storage_backends.base import Capabilities, Outcome, StorageBackend
 from storage_backends.errors import StorageClosed
 from storage_backends.testing.objects import Buffers, make_ids, open_descriptors
 
+READY_S = 30
+"""How long start-up work may take."""
+
 
 class StorageConformance:
-    """Derive from it, give the fixture and the hooks."""
+    """Derive from it, give `open` and the hooks."""
 
     object_bytes = 8192
     """Length of the objects in these tests; a multiple of 4096."""
@@ -35,9 +37,17 @@ class StorageConformance:
     concurrent_rounds = 60
     """How many rounds each of four threads does at once; fewer for a medium where a call takes milliseconds."""
 
+    def open(self) -> StorageBackend:
+        """A backend on the medium of this test, which is empty at first. Or give a fixture `backend` of your own."""
+        raise NotImplementedError("give `open`, which opens a backend, or a fixture `backend` that yields one")
+
     @pytest.fixture
     def backend(self) -> Iterator[StorageBackend]:
-        raise NotImplementedError("give a fixture `backend` that yields an open, empty backend")
+        """An open, empty backend, start-up work done."""
+        backend = self.open()
+        assert backend.wait_ready(READY_S)
+        yield backend
+        backend.close()
 
     def read_medium(self, backend: StorageBackend, object_id: bytes) -> bytes | None:
         """The stored bytes of one object, or None; not through `backend`."""
@@ -49,7 +59,10 @@ class StorageConformance:
 
     def reopen(self, backend: StorageBackend) -> StorageBackend:
         """Close `backend` and open the same medium anew, start-up work done."""
-        raise NotImplementedError
+        backend.close()
+        again = self.open()
+        assert again.wait_ready(READY_S)
+        return again
 
     # ---- helpers ----
 

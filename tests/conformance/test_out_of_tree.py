@@ -65,19 +65,6 @@ class TestSqlite(OnSqlite, StorageConformance):
     def open(self) -> StorageBackend:
         return open_backend("sqlite", {"path": self.path})
 
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = self.open()
-        assert backend.wait_ready(30)
-        yield backend
-        backend.close()
-
-    def reopen(self, backend: StorageBackend) -> StorageBackend:
-        backend.close()
-        again = self.open()
-        assert again.wait_ready(30)
-        return again
-
 
 class TestSqliteInLayers(TestSqlite):
     """As a node opens it with `layers`."""

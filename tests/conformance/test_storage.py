@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from storage_backends.layers.stack import LayerOptions, in_layers
 from storage_backends.memory.backend import MemoryBackend
 from storage_backends.memory.config import MemoryConfig
 from storage_backends.testing.conformance import StorageConformance
+from tests.conformance.media import NAMESPACE, PageFiles
 
-NAMESPACE = bytes(range(32))
 ROOM = 24
 
 
@@ -50,43 +49,20 @@ class OnMemory:
         heap.publish(ids, heap.stage(source.addresses, source.lengths, source.offsets, which), which)
 
 
-class OnFiles:
-    """Hooks for `FileBackend`: files, by their documented names."""
-
+class OnFiles(PageFiles):
     direct = "off"
     machine = ""
-    root: Path
 
-    @pytest.fixture(autouse=True)
-    def _root(self, tmp_path: Path) -> None:
-        self.root = tmp_path / "objects"
-
-    def open(self, object_bytes: int) -> FileBackend:
-        backend = FileBackend(
+    def files_for(self, object_bytes: int) -> FileBackend:
+        """Room for so many objects as the suite wants."""
+        return FileBackend(
             FileConfig(self.root, ROOM * object_bytes, direct=self.direct, threads=2, machine=self.machine)
         )
-        assert backend.wait_ready(30)
-        return backend
-
-    def path(self, object_id: bytes) -> Path:
-        name = object_id.hex()
-        return self.root / name[:2] / f"{name}.page"
-
-    def read_medium(self, backend: StorageBackend, object_id: bytes) -> bytes | None:
-        path = self.path(object_id)
-        return path.read_bytes() if path.exists() else None
-
-    def write_medium(self, backend: StorageBackend, object_id: bytes, value: bytes) -> None:
-        self.path(object_id).parent.mkdir(exist_ok=True)
-        self.path(object_id).write_bytes(value)
 
 
 class TestMemory(OnMemory, StorageConformance):
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = MemoryBackend(MemoryConfig(ROOM * self.object_bytes))
-        yield backend
-        backend.close()
+    def open(self) -> StorageBackend:
+        return MemoryBackend(MemoryConfig(ROOM * self.object_bytes))
 
 
 class TestVerifiedMemory(OnMemory, StorageConformance):
@@ -94,32 +70,22 @@ class TestVerifiedMemory(OnMemory, StorageConformance):
         assert isinstance(backend, ChecksumLayer)
         return super().objects_of(backend.inner)
 
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = ChecksumLayer(MemoryBackend(MemoryConfig(ROOM * self.object_bytes)), NAMESPACE)
-        yield backend
-        backend.close()
+    def open(self) -> StorageBackend:
+        return ChecksumLayer(MemoryBackend(MemoryConfig(ROOM * self.object_bytes)), NAMESPACE)
 
 
 class TestMemoryInLayers(OnMemory, StorageConformance):
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
+    def open(self) -> StorageBackend:
         self.memory = MemoryBackend(MemoryConfig(ROOM * self.object_bytes))
-        backend = in_layers(self.memory, LayerOptions())
-        yield backend
-        backend.close()
+        return in_layers(self.memory, LayerOptions())
 
     def objects_of(self, backend: StorageBackend) -> MemoryBackend:
         return self.memory
 
 
 class TestVerifiedMemoryInLayers(TestMemoryInLayers):
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        self.memory = MemoryBackend(MemoryConfig(ROOM * self.object_bytes))
-        backend = ChecksumLayer(in_layers(self.memory, LayerOptions()), NAMESPACE)
-        yield backend
-        backend.close()
+    def open(self) -> StorageBackend:
+        return ChecksumLayer(super().open(), NAMESPACE)
 
 
 class Unbounded(PassingLayer):
@@ -146,15 +112,8 @@ class TestBoundedByLayer(OnMemory, StorageConformance):
 
 
 class TestBufferedFiles(OnFiles, StorageConformance):
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = self.open(self.object_bytes)
-        yield backend
-        backend.close()
-
-    def reopen(self, backend: StorageBackend) -> StorageBackend:
-        backend.close()
-        return self.open(self.object_bytes)
+    def open(self) -> StorageBackend:
+        return self.files_for(self.object_bytes)
 
 
 class TestDirectFiles(TestBufferedFiles):
@@ -166,15 +125,8 @@ class TestFilesOfOneMachineAmongSeveral(TestBufferedFiles):
 
 
 class TestVerifiedBufferedFiles(OnFiles, StorageConformance):
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = ChecksumLayer(self.open(self.object_bytes), NAMESPACE)
-        yield backend
-        backend.close()
-
-    def reopen(self, backend: StorageBackend) -> StorageBackend:
-        backend.close()
-        return ChecksumLayer(self.open(self.object_bytes), NAMESPACE)
+    def open(self) -> StorageBackend:
+        return ChecksumLayer(self.files_for(self.object_bytes), NAMESPACE)
 
 
 class TestEncodedMemory(OnMemory, StorageConformance):
@@ -184,25 +136,15 @@ class TestEncodedMemory(OnMemory, StorageConformance):
         assert isinstance(backend, EncodedLayer)
         return super().objects_of(backend.inner)
 
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = EncodedLayer(MemoryBackend(MemoryConfig(ROOM * self.object_bytes)), NAMESPACE, ZstdCompressor())
-        yield backend
-        backend.close()
+    def open(self) -> StorageBackend:
+        return EncodedLayer(MemoryBackend(MemoryConfig(ROOM * self.object_bytes)), NAMESPACE, ZstdCompressor())
 
 
-class TestEncodedDirectFiles(TestBufferedFiles):
+class TestEncodedDirectFiles(OnFiles, StorageConformance):
     direct = "on"
 
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = EncodedLayer(self.open(self.object_bytes), NAMESPACE, ZstdCompressor())
-        yield backend
-        backend.close()
-
-    def reopen(self, backend: StorageBackend) -> StorageBackend:
-        backend.close()
-        return EncodedLayer(self.open(self.object_bytes), NAMESPACE, ZstdCompressor())
+    def open(self) -> StorageBackend:
+        return EncodedLayer(self.files_for(self.object_bytes), NAMESPACE, ZstdCompressor())
 
 
 class TestVerifiedDirectFiles(TestVerifiedBufferedFiles):

@@ -46,16 +46,6 @@ class OnServer:
     def open(self) -> StorageBackend:
         return RedisBackend(RedisConfig.parse(self.options))
 
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = self.open()
-        yield backend
-        backend.close()
-
-    def reopen(self, backend: StorageBackend) -> StorageBackend:
-        backend.close()
-        return self.open()
-
     def key(self, object_id: bytes) -> bytes:
         return key_of(str(self.options["prefix"]), object_id)
 

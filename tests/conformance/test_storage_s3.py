@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from storage_backends.base import StorageBackend
-from storage_backends.layers.capacity import CapacityLayer
-from storage_backends.layers.checksum import ChecksumLayer
-from storage_backends.layers.stack import LayerOptions, in_layers
 from storage_backends.s3.backend import open_backend as s3_backend
 from storage_backends.testing.conformance import StorageConformance
+from tests.conformance.media import AsANodeOpensIt
 from tests.helpers.seaweed import BUCKET, Seaweed
-
-NAMESPACE = bytes(range(32))
-ROOM = 16
 
 
 class OnS3:
@@ -50,35 +44,8 @@ class OnS3:
 
 
 class TestS3(OnS3, StorageConformance):
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = self.open()
-        yield backend
-        backend.close()
-
-    def reopen(self, backend: StorageBackend) -> StorageBackend:
-        backend.close()
-        return self.open()
+    pass
 
 
-class TestS3InLayers(OnS3, StorageConformance):
-    """As a node opens it: behind all layers, bounded and verified."""
-
-    concurrent_rounds = 5
-
-    def open(self) -> StorageBackend:
-        stack = in_layers(super().open(), LayerOptions(deadline_s=60))
-        return ChecksumLayer(CapacityLayer(stack, ROOM * (self.object_bytes + 128)), NAMESPACE)
-
-    @pytest.fixture
-    def backend(self) -> Iterator[StorageBackend]:
-        backend = self.open()
-        assert backend.wait_ready(30)
-        yield backend
-        backend.close()
-
-    def reopen(self, backend: StorageBackend) -> StorageBackend:
-        backend.close()
-        again = self.open()
-        assert again.wait_ready(30)
-        return again
+class TestS3InLayers(AsANodeOpensIt, OnS3, StorageConformance):
+    pass

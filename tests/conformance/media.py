@@ -1,0 +1,49 @@
+"""What several backends' conformance tests have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from storage_backends.base import StorageBackend
+from storage_backends.layers.capacity import CapacityLayer
+from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.stack import LayerOptions, in_layers
+from storage_backends.testing.conformance import StorageConformance
+
+NAMESPACE = bytes(range(32))
+ROOM = 16
+
+
+class PageFiles:
+    """Hooks: files, by their documented names."""
+
+    root: Path
+
+    @pytest.fixture(autouse=True)
+    def _root(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "pages"
+
+    def path(self, object_id: bytes) -> Path:
+        name = object_id.hex()
+        return self.root / name[:2] / f"{name}.page"
+
+    def read_medium(self, backend: StorageBackend, object_id: bytes) -> bytes | None:
+        path = self.path(object_id)
+        return path.read_bytes() if path.exists() else None
+
+    def write_medium(self, backend: StorageBackend, object_id: bytes, value: bytes) -> None:
+        self.path(object_id).parent.mkdir(exist_ok=True)
+        self.path(object_id).write_bytes(value)
+
+
+class AsANodeOpensIt(StorageConformance if TYPE_CHECKING else object):
+    """Before the hooks of a medium without a limit: behind all layers, bounded and verified."""
+
+    concurrent_rounds = 5
+
+    def open(self) -> StorageBackend:
+        stack = in_layers(super().open(), LayerOptions(deadline_s=60))
+        return ChecksumLayer(CapacityLayer(stack, ROOM * (self.object_bytes + 128)), NAMESPACE)
