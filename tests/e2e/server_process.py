@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-import httpx
+from tests.helpers.process import ServingProcess
 
 MODEL = "random:1"
 HANG_S = 100.0
@@ -23,58 +20,19 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 
 
-class ServerProcess:
-    """A context: entering waits until it answers, leaving ends it and expects status 0. `output` is what it printed."""
-
+class ServerProcess(ServingProcess):
     def __init__(self, *flags: str) -> None:
         launch = [sys.executable, "-m", "engine_plugin.launch_server"]
-        self._command = [*launch, "--model-path", MODEL, "--port", "0", *flags]
-        self.output: list[str] = []
+        super().__init__([*launch, "--model-path", MODEL, "--port", "0", *flags], ROOT, environment(), HANG_S)
         self.url = ""
-        self._heard = threading.Event()
 
-    def __enter__(self) -> Self:
-        self.process = subprocess.Popen(
-            self._command,
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        if not self._heard.wait(HANG_S) or not self.url:
-            self.kill()
-            raise AssertionError("the server did not start:\n" + "".join(self.output))
-        self.client = httpx.Client(base_url=self.url, timeout=HANG_S)
-        return self
+    def hears(self, line: str) -> bool:
+        found = re.search(r"^serving\s+(http://\S+)", line)
+        self.url = found[1] if found else ""
+        return bool(found)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.client.close()
-        if self.process.poll() is None:
-            try:
-                status = self.terminate()
-            except subprocess.TimeoutExpired:
-                self.kill()
-                raise
-            assert status == 0 or error is not None, "".join(self.output)
-        self._reader.join(HANG_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def terminate(self) -> int:
-        """SIGTERM; the exit status."""
-        self.process.terminate()
-        return self.process.wait(HANG_S)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(HANG_S)
-        self._reader.join(HANG_S)
+    def base_url(self) -> str:
+        return self.url
 
     def generate(self, **body: object) -> Any:
         response = self.client.post("/generate", json=body)
@@ -95,13 +53,3 @@ class ServerProcess:
         counters = self.counters()
         assert counters["device_pages_free"] == counters["device_pages"]
         assert (counters["engine_running"], counters["engine_waiting"]) == (0, 0)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            found = re.search(r"^serving\s+(http://\S+)", line)
-            if found:
-                self.url = found[1]
-                self._heard.set()
-        self._heard.set()

@@ -7,15 +7,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-
-import httpx
 
 from cachesvc.config.model import ENV_PREFIX
 from cachesvc.daemon.claim import RunInfo, read_run_info
+from tests.helpers.process import ServingProcess
 
 HANG_S = 60.0
 ROOT = Path(__file__).parents[2]
@@ -59,50 +55,17 @@ class Home:
         shutil.rmtree(self.path)
 
 
-class DaemonProcess:
-    """A context: entering waits for `ready`, leaving ends it and expects status 0. `output` is what it printed."""
-
+class DaemonProcess(ServingProcess):
     def __init__(self, home: Home, *flags: str, port: int = 0, **environment: str) -> None:
         self.home = home
-        self._arguments = ["up", "--admin.port", str(port), *flags]
-        self._environment = environment
-        self.output: list[str] = []
-        self._ready = threading.Event()
+        command = [*COMMAND, "up", "--admin.port", str(port), *flags]
+        super().__init__(command, home.path, home.environment(**environment), HANG_S)
 
-    def __enter__(self) -> Self:
-        self.process = subprocess.Popen(
-            [*COMMAND, *self._arguments],
-            cwd=self.home.path,
-            env=self.home.environment(**self._environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        if not self._ready.wait(HANG_S) or "ready\n" not in self.output:
-            self.kill()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-            raise AssertionError("the daemon did not start:\n" + "".join(self.output))
-        self.client = httpx.Client(base_url=self.info.admin_url, timeout=HANG_S)
-        return self
+    def hears(self, line: str) -> bool:
+        return line == "ready\n"
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.client.close()
-        if self.process.poll() is None:
-            try:
-                status = self.terminate()
-            except subprocess.TimeoutExpired:
-                self.kill()
-                raise
-            assert status == 0 or error is not None, "".join(self.output)
-        self._reader.join(HANG_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+    def base_url(self) -> str:
+        return self.info.admin_url
 
     @property
     def info(self) -> RunInfo:
@@ -110,21 +73,3 @@ class DaemonProcess:
         info = read_run_info(self.home.socket)
         assert info is not None
         return info
-
-    def terminate(self) -> int:
-        """SIGTERM; the exit status."""
-        self.process.terminate()
-        return self.process.wait(HANG_S)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(HANG_S)
-        self._reader.join(HANG_S)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            if line == "ready\n":
-                self._ready.set()
-        self._ready.set()
