@@ -1,0 +1,151 @@
+"""vLLM's `kv_connector_extra_config`, checked.
+
+ConfigError (ValueError)   one line for the operator: the key, what was given, what is valid
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from cachesvc.client.connect import socket_path_of
+from cachesvc.config.model import ConfigError
+from engine_plugin.hicache.config import AUTO, PRIVATE, CacheConfig, CacheMode, PrefetchPolicy, WritePolicy
+from storage_backends.options import hint
+from storage_backends.registry import known_backends
+
+WHERE = "kv_connector_extra_config"
+DEFAULT_HOST_RATIO = 2.0
+MAX_GROUP = 200
+
+Count = Annotated[int, Field(strict=True, ge=0, le=2**31)]
+Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+class ConnectorConfig(BaseModel):
+    """What an operator may say about the cache of one vLLM engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str = Field(
+        PRIVATE,
+        description="the node that keeps pages: private (a process of this engine's own), unix:///path (a daemon), or "
+        "auto (this machine's daemon if it answers, else private)",
+    )
+    group: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_GROUP,
+        description="engines of one group share a kept region; unset: from the model and all its KV depends on",
+    )
+    host_size_gib: Number | None = Field(
+        None, gt=0, le=2**30, description="host memory for pages of all ranks together, in GiB"
+    )
+    host_ratio: Number | None = Field(
+        None, gt=0, le=1e6, description=f"host memory as a multiple of the KV cache; unset: {DEFAULT_HOST_RATIO:g}"
+    )
+    write_policy: WritePolicy = Field(
+        WritePolicy.WRITE_THROUGH, description="write_through, or write_through_selective: only what is used again"
+    )
+    prefetch_policy: PrefetchPolicy = Field(
+        PrefetchPolicy.TIMEOUT, description="how long a request waits for its prefix from storage"
+    )
+    prefetch_threshold: Count = Field(256, description="tokens below which storage is not asked")
+    load_back_threshold: Count = Field(10, description="tokens below which a load from host memory is not worth it")
+    prefetch_timeout_base: Number = Field(1.0, description="seconds, policy timeout")
+    prefetch_timeout_per_ki_token: Number = Field(0.25, description="seconds on top for 1,024 tokens, policy timeout")
+    prefetch_timeout_cap: Number = Field(10.0, description="seconds at most, policy timeout")
+    storage_backend: str | None = Field(None, description="storage of a private node; a daemon has its own")
+    storage_config: dict[str, Any] = Field(default_factory=dict, description="options of that backend")
+    model_revision: str | None = Field(
+        None,
+        min_length=1,
+        description="names the weights; unset: a digest of the checkpoint. Needed where there are no files to read",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        if address not in (PRIVATE, AUTO):
+            socket_path_of(address)
+        return address
+
+    @field_validator("write_policy")
+    @classmethod
+    def _device_is_not_ours(cls, policy: WritePolicy) -> WritePolicy:
+        if policy is WritePolicy.WRITE_BACK:
+            raise ValueError(
+                "write_back copies what the device evicts, and vLLM alone decides about its device memory; use "
+                "write_through or write_through_selective"
+            )
+        return policy
+
+    @field_validator("storage_backend")
+    @classmethod
+    def _backend_exists(cls, backend: str | None) -> str | None:
+        if backend is not None and backend not in known_backends():
+            raise ValueError(f"no storage backend is called {backend!r}; {hint(backend, known_backends())}")
+        return backend
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ConnectorConfig:
+        if self.host_size_gib is not None and self.host_ratio is not None:
+            raise ValueError("host_size_gib and host_ratio say the same in two ways; give one of them")
+        if self.storage_config and self.storage_backend is None:
+            raise ValueError("storage_config needs storage_backend")
+        if self.storage_backend is not None and self.address not in (PRIVATE, AUTO):
+            raise ValueError(
+                f"storage_backend is for a private node, and the daemon at {self.address} has storage of its own "
+                "(cachesvc up --config FILE, sections [[tier]]); leave one of the two out"
+            )
+        return self
+
+    def num_host_frames(self, num_device_blocks: int, frame_bytes: int) -> int:
+        """Frames of host memory for an engine with that many blocks. ConfigError: not even one fits."""
+        if self.host_size_gib is None:
+            ratio = DEFAULT_HOST_RATIO if self.host_ratio is None else self.host_ratio
+            return max(1, int(num_device_blocks * ratio))
+        num_frames = int(self.host_size_gib * 2**30) // frame_bytes
+        if num_frames < 1:
+            raise ConfigError(
+                f"{WHERE}: host_size_gib={self.host_size_gib:g} holds no page: one has {frame_bytes} bytes"
+            )
+        return num_frames
+
+    def cache_config(self, page_size: int, num_host_frames: int, default_group: str) -> CacheConfig:
+        """The same as what caches of this repository are built from."""
+        return CacheConfig(
+            mode=CacheMode.HIERARCHICAL,
+            page_size=page_size,
+            num_host_frames=num_host_frames,
+            write_policy=self.write_policy,
+            prefetch_policy=self.prefetch_policy,
+            prefetch_threshold_tokens=self.prefetch_threshold,
+            load_back_threshold_tokens=self.load_back_threshold,
+            prefetch_timeout_base_s=self.prefetch_timeout_base,
+            prefetch_timeout_per_1k_tokens_s=self.prefetch_timeout_per_ki_token,
+            prefetch_timeout_cap_s=self.prefetch_timeout_cap,
+            storage_backend=self.storage_backend,
+            storage_config=self.storage_config,
+            node_address=self.address,
+            group=self.group or default_group,
+        )
+
+
+def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """The checked configuration. ConfigError."""
+    try:
+        return ConnectorConfig.model_validate(dict(extra))
+    except ValidationError as error:
+        raise ConfigError(f"{WHERE}: {_explain(error.errors()[0])}") from None
+
+
+def _explain(error: ErrorDetails) -> str:
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}; {hint(key, ConnectorConfig.model_fields)}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}, got {error['input']!r}" if key else message
