@@ -30,9 +30,9 @@ from cachesvc.rpc import codec
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY_S = 0.1
+FIRST_RETRY_S = 0.02
 MAX_ABSENT_RETRY_S = 0.5  # nobody is there: asking costs nothing, and a restarted node is to hit within a second
-ABSENT_GROWTH = 1.2  # slowly: in the time that a daemon takes to start, each step is a fifth of what has passed
+ABSENT_GROWTH = 1.1  # slowly: in the time that a daemon takes to start, each step is a tenth of what has passed
 MAX_REFUSED_RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 

@@ -78,8 +78,8 @@ def test_a_command_that_cannot_be_imported_names_its_extra(capsys):
     assert "cachesvc[broken]" in error
 
 
-@pytest.mark.usefixtures("commands")
-def test_without_typer_the_error_names_the_server_extra(capsys, monkeypatch):
+@pytest.fixture
+def no_typer(monkeypatch):
     real_import = builtins.__import__
 
     def without_typer(name, *args, **kwargs):
@@ -88,5 +88,15 @@ def test_without_typer_the_error_names_the_server_extra(capsys, monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_typer)
-    assert cli.main(["version"]) == 1
+
+
+@pytest.mark.usefixtures("commands", "no_typer")
+def test_without_typer_the_error_names_the_server_extra(capsys):
+    assert cli.main(["--help"]) == 1
     assert "cachesvc[server]" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_typer")
+def test_the_nodes_own_commands_do_not_load_typer(capsys):
+    assert cli.main(["version", "--json"]) == 0
+    assert "protocol" in capsys.readouterr().out
