@@ -77,6 +77,7 @@ class Unsaved(StrEnum):
     """Why an accepted page was not stored."""
 
     CHANGED = "changed"  # its frame was rewritten meanwhile
+    NOT_ADMITTED = "not_admitted"  # not used often enough for any tier
     TIER = "tier"  # no tier took it; each tier counts its own outcomes
     AFTER_BAD_PAGE = "after_bad_page"  # a page before it failed, and pages behind a hole can never hit
     CANCELLED = "cancelled"
@@ -120,8 +121,22 @@ class Unpromoted(StrEnum):
     QUEUE_FULL = "queue_full"  # too many wait
     EXISTS = "exists"  # it was there already
     CHANGED = "changed"  # the engine used the frame for something else first
+    NOT_ADMITTED = "not_admitted"  # not used often enough for that tier
     TIER = "tier"  # the tier did not take it; it counts why
     SESSION_ENDED = "session_ended"
+    FAILED = "failed"  # the node's own code raised
+
+
+class Undemoted(StrEnum):
+    """Why a page that a tier gave up was not written to the tier below that takes such pages."""
+
+    EXISTS = "exists"  # it was there already
+    NOT_ADMITTED = "not_admitted"  # not used often enough
+    QUEUE_FULL = "queue_full"  # too many bytes wait
+    UNREADABLE = "unreadable"  # it could not be read, or is damaged
+    TIER = "tier"  # the tier did not take it; it counts why
+    DELETED = "deleted"  # somebody deleted it meanwhile
+    NODE_CLOSED = "node_closed"  # it still waited when the node ended
     FAILED = "failed"  # the node's own code raised
 
 
@@ -169,6 +184,7 @@ class PageDrop(StrEnum):
     EVICTED_UNSTORED = "evicted_unstored"  # host memory was needed before it had reached storage
     BACKUP_FULL = "backup_full"  # too many nodes waited for their turn to be stored
     BACKUP_DECLINED = "backup_declined"  # the node did not take the op; it counts why
+    BACKUP_NOT_ADMITTED = "backup_not_admitted"  # not used often enough for any storage tier
     BACKUP_FAILED = "backup_failed"  # the node could not store it; it counts why
     LOAD_FAILED = "load_failed"  # its host copy could not be loaded and is no longer trusted
 

@@ -20,6 +20,7 @@ import numpy as np
 from cachekernels.objects import IndexUsage
 from numpy.typing import NDArray
 
+from storage_backends.errors import StorageConfigError
 from storage_backends.outcome import Outcome
 
 ObjectIds = NDArray[np.uint8]
@@ -34,6 +35,8 @@ OBJECT_ID_BYTES = 36
 __all__ = [
     "OBJECT_ID_BYTES",
     "Capabilities",
+    "EvictionListener",
+    "EvictionReader",
     "Guard",
     "ObjectIds",
     "Outcome",
@@ -189,6 +192,10 @@ class ScanBatch:
     """int64[n]: when each was written, in ns since 1970; 0 where the medium does not say."""
 
 
+EvictionReader = Callable[[ObjectIds, Segments], Outcomes]
+EvictionListener = Callable[[ObjectIds, EvictionReader], None]
+
+
 class StorageBackend(ABC):
     """Where objects rest. See the module text for what holds for every call.
 
@@ -282,6 +289,18 @@ class StorageBackend(ABC):
         The names are the same over the life of the backend. Numbers grow, except those whose name ends in `_now`.
         """
         return {}
+
+    def on_eviction(self, listener: EvictionListener) -> None:
+        """From now on `listener(ids, read)` hears of objects that are about to leave for the room of others.
+
+        Called on the thread of a put, before anything is removed: what was known of the objects is forgotten, their
+        bytes are there until it returns. `read` is a `get_into` for them that counts as no use; it raises what that
+        raises and is of no use afterwards. The listener calls nothing else of this backend and raises nothing. It does
+        not hear of objects that were deleted, set aside or expired, nor of those that a start finds above a capacity
+        which was lowered. One listener; to be set before the first put. Only where `evicts`.
+        """
+        del listener
+        raise StorageConfigError(f"the {self.capabilities().name} backend does not tell what it gives up")
 
     def room(self) -> Room | None:
         """What its medium can still take, for a check before work begins; None where that cannot be told. Raises

@@ -38,6 +38,8 @@ class Outcome(IntEnum):
     """Tried and failed for good (I/O error, permission, read-only medium). put: the object is absent."""
     CANCELLED = 12
     """Not tried because the caller no longer wanted it."""
+    NOT_ADMITTED = 13
+    """put, of a chain of tiers: not written, because it has not been used often enough yet. No backend says so."""
 
     @property
     def is_success(self) -> bool:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cachesvc.node.tiers import Codec, WriteMode
+from cachesvc.node.uses import MAX_COUNT
 from storage_backends.options import byte_size, hint
 from storage_backends.registry import known_backends
 
@@ -145,7 +146,12 @@ class TierConfig(Section):
     name: str = Field("", description="how metrics call it; unset: the backend's name")
     optional: bool = Field(False, description="start although it does not answer; else that is an error")
     write_mode: WriteMode = Field(
-        WriteMode.THROUGH, description="through: it gets every page that is stored; never: others fill it"
+        WriteMode.THROUGH,
+        description="through: it gets every page that is stored; on_evict: what the tier above gives up; never: others "
+        "fill it",
+    )
+    admit_after: int = Field(
+        1, ge=1, le=MAX_COUNT, description="a page is written here once it has been used so often; 1: at once"
     )
     promote: bool = Field(True, description="whether pages found in a tier further down are written here too")
     codec: Codec = Field(Codec.NONE, description="none, or zstd: pages are stored compressed, without loss")

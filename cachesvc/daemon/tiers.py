@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from cachesvc.config.model import ConfigError, TierConfig
-from cachesvc.node.tiers import Tier, TierOptions
+from cachesvc.node.tiers import Tier, TierOptions, demotions
 from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
 from storage_backends.errors import StorageConfigError, StorageError
 from storage_backends.layers.capacity import CapacityLayer
@@ -32,13 +32,22 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[Tier]:
     tiers: list[Tier] = []
     try:
         for index, config in enumerate(configs):
-            options = TierOptions(config.write_mode, config.promote, config.codec)
+            options = TierOptions(config.write_mode, config.promote, config.codec, config.admit_after)
             tiers.append(Tier(config.label, _open(index, config), options))
+        _check_order(tiers)
     except ConfigError:
         for tier in tiers:
             tier.backend.close()
         raise
     return tiers
+
+
+def _check_order(tiers: Sequence[Tier]) -> None:
+    """ConfigError: a tier waits for what another one gives up, and none does."""
+    try:
+        demotions(tiers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _open(index: int, config: TierConfig) -> StorageBackend:

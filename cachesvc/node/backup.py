@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from cachesvc.node.counters import count_outcomes
 from cachesvc.node.events import Event, PagesStored
 from cachesvc.node.flights import Flight
-from cachesvc.node.ops import OpState, PageOp
+from cachesvc.node.ops import Keys, OpState, PageOp
 from cachesvc.node.workers import Kind, Next, Work
 from cachesvc.outcomes import OpEnd, Unsaved, Verb
 from storage_backends.base import Outcome, Outcomes, Segments, outcomes
@@ -41,21 +41,34 @@ UNSAVED = {
     OpEnd.DETACHED: Unsaved.DETACHED,
     OpEnd.LOST: Unsaved.LOST,
 }
+NO_FAULT = {Outcome.CHANGED: Unsaved.CHANGED, Outcome.NOT_ADMITTED: Unsaved.NOT_ADMITTED}
 
 
 class BackupOp(PageOp):
-    """One backup. The session's lane does the work."""
+    """One backup. The session's lane does the work. `num_offered`: pages, the first ones, that tiers have been offered
+    already; those that are tried again are not offered anew."""
 
     verb = Verb.BACKUP
+    num_offered = 0
+
+    def take_unoffered(self, end: int) -> Keys:
+        """Keys of the pages before `end` that are about to be offered for the first time."""
+        first, self.num_offered = self.num_offered, max(self.num_offered, end)
+        return self.keys[first : self.num_offered]
 
     def pages_answered(self, first: int, results: Outcomes, end: OpEnd | None) -> None:
         counters = self.session.parts.counters
         self.session.lane.waiting_pages -= len(results)
         count_outcomes(counters.stored_pages, results)
         lost = results[results > Outcome.EXISTS]
-        changed = float((lost == Outcome.CHANGED).sum())
-        counters.unsaved_pages.inc(changed, Unsaved.CHANGED)
-        counters.unsaved_pages.inc(len(lost) - changed, Unsaved.TIER if end is None else UNSAVED[end])
+        for outcome, reason in NO_FAULT.items():
+            counters.unsaved_pages.inc(float((lost == outcome).sum()), reason)
+        faults = lost[~np.isin(lost, list(NO_FAULT))]
+        counters.unsaved_pages.inc(len(faults), Unsaved.TIER if end is None else UNSAVED[end])
+
+    def is_fatal(self, results: Outcomes) -> bool:
+        # A page that is not admitted yet says nothing of those behind it: they were used less often, or are stored.
+        return super().is_fatal(results[results != Outcome.NOT_ADMITTED])
 
     def pages_event(self, first: int, results: Outcomes) -> Event:
         return PagesStored(self.op_id, first, results)
@@ -176,6 +189,8 @@ class StoreLane(Work):
 
     def _store(self, flight: Flight) -> Outcomes:
         session, region = self._session, self._session.region
+        offered = [share.op.take_unoffered(share.op.answered + share.num_pages) for share in self._shares]
+        session.parts.tiers.note_uses(object_ids(np.concatenate(offered)))
         generations = region.snapshot(flight.frames, flight.keys)
         results = outcomes(len(flight), Outcome.CHANGED)
         stable = np.flatnonzero(generations)

@@ -17,6 +17,7 @@ from cachesvc.outcomes import (
     RegionDrop,
     RegionSource,
     TierError,
+    Undemoted,
     Unpromoted,
     Unsaved,
     Verb,
@@ -77,6 +78,14 @@ class NodeCounters:
             "cachesvc_unpromoted_pages_total",
             "Pages read from a tier further down that no faster tier took",
             reason=names(list(Unpromoted)),
+        )
+        self.demoted_pages = counter(
+            "cachesvc_demoted_pages_total", "Pages that one tier gave up and the next one down took"
+        )
+        self.undemoted_pages = counter(
+            "cachesvc_undemoted_pages_total",
+            "Pages that one tier gave up and the next one down did not take",
+            reason=names(list(Undemoted)),
         )
         self.store_retries = counter("cachesvc_store_retries_total", "Slices stored again after a transient outcome")
         self.published = counter("cachesvc_published_pages_total", "Pages that entered the index")

@@ -22,6 +22,7 @@ from cachesvc.node.attach import Roster, check_geometry, why_off
 from cachesvc.node.audit import Audit
 from cachesvc.node.backup import BackupOp
 from cachesvc.node.counters import NodeCounters
+from cachesvc.node.demotion import Demotions
 from cachesvc.node.events import Event
 from cachesvc.node.flights import Flights
 from cachesvc.node.hand_over import HandOver
@@ -82,15 +83,18 @@ class Node:
         on_exception = self._counters.worker_exceptions.inc
         self._manual = ManualPool(self._clock, on_exception) if manual else None
         pages = SharedPages(PageIndex())
+        state = threading.Condition()
+        pool = self._manual or ThreadPool(self._clock, on_exception, self.options.num_workers)
         self._parts = Parts(
-            state=threading.Condition(),
-            pool=self._manual or ThreadPool(self._clock, on_exception, self.options.num_workers),
+            state=state,
+            pool=pool,
             reads=Flights(),
             writes=Flights(),
             pages=pages,
             kept=KeptRegions(pages, self._counters, self._clock, self.options.keep_regions_s),
             tiers=chain,
             promotions=Promotions(),
+            demotions=Demotions(chain, pool, self._counters, state, self.options.max_demoted_bytes),
             counters=self._counters,
             clock=self._clock,
             options=self.options,
@@ -279,7 +283,10 @@ class Node:
         for slab in self.managed.slabs():
             self._drain(slab, deadline_s)
         self.managed.close()
+        with self._parts.state:
+            self._parts.pool.wait_for(self._parts.state, lambda: self._parts.demotions.is_idle, deadline_s)
         stuck = self._parts.pool.close(deadline_s, self._parts.tiers.close)
+        self._parts.demotions.give_up()
         if stuck:
             logger.error("%d workers are stuck in a tier and were left behind", stuck)
         return int(self._num_unsaved() - unsaved_before)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cachesvc.clock import Clock
 from cachesvc.node.counters import NodeCounters
+from cachesvc.node.demotion import Demotions
 from cachesvc.node.flights import Flights
 from cachesvc.node.kept import KeptRegions
 from cachesvc.node.promotion import Promotions
@@ -28,6 +29,7 @@ class NodeOptions:
     store_retry_s: float = 0.25  # before the second attempt; doubles with each further one
     max_throttled_s: float = 60.0  # that a slice waits for a tier which takes no writes yet
     max_promoted_pages: int = 1024  # of the node, that may wait to be written to a faster tier
+    max_demoted_bytes: int = 256 << 20  # of the node: pages that may wait to be written to a tier further down
     managed_bytes: int = 0  # of the node: memory that it manages itself, for all tenants together
     managed_tenant_bytes: int | None = None  # of it, for one tenant; default: all
     managed_max_keys: int = 1024  # in one call of a client of it: each keeps the doors waiting for a few milliseconds
@@ -63,6 +65,7 @@ class Parts:
     kept: KeptRegions
     tiers: TierChain
     promotions: Promotions
+    demotions: Demotions
     counters: NodeCounters
     clock: Clock
     options: NodeOptions

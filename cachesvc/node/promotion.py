@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 I8 = NDArray[np.int8]
 I32 = NDArray[np.int32]
 Keys = NDArray[np.uint8]
+REASONS = {
+    Outcome.EXISTS: Unpromoted.EXISTS,
+    Outcome.CHANGED: Unpromoted.CHANGED,
+    Outcome.NOT_ADMITTED: Unpromoted.NOT_ADMITTED,
+}
 
 
 class Promotion(Work):
@@ -80,9 +85,9 @@ class Promotion(Work):
         answers = session.parts.tiers.promote(session.namespace, ids, segments, self._ranks[pages], unchanged)
         counters = session.parts.counters
         counters.promoted_pages.inc(float(np.count_nonzero(answers == Outcome.OK)))
-        counters.unpromoted_pages.inc(float(np.count_nonzero(answers == Outcome.EXISTS)), Unpromoted.EXISTS)
-        counters.unpromoted_pages.inc(float(np.count_nonzero(answers == Outcome.CHANGED)), Unpromoted.CHANGED)
-        refused = (answers != Outcome.OK) & (answers != Outcome.EXISTS) & (answers != Outcome.CHANGED)
+        for outcome, reason in REASONS.items():
+            counters.unpromoted_pages.inc(float(np.count_nonzero(answers == outcome)), reason)
+        refused = ~np.isin(answers, [Outcome.OK, *REASONS])
         counters.unpromoted_pages.inc(float(np.count_nonzero(refused)), Unpromoted.TIER)
 
     def _go_on(self, num_done: int) -> Next:

@@ -85,7 +85,7 @@ class SaveOp(BackupOp):
 
     def is_fatal(self, results: Outcomes) -> bool:
         # CHANGED: deleted while it waited, which says nothing of the others.
-        return bool(((results > Outcome.EXISTS) & (results != Outcome.CHANGED)).any())
+        return super().is_fatal(results[results != Outcome.CHANGED])
 
     def pages_answered(self, first: int, results: Outcomes, end: OpEnd | None) -> None:
         super().pages_answered(first, results, end)
@@ -167,7 +167,11 @@ class DeleteOp(MediaOp):
     _blocking: Flight | None = None
 
     def ask(self, keys: Keys) -> Outcomes:
-        return self.session.parts.tiers.delete(object_ids(keys))
+        ids, parts = object_ids(keys), self.session.parts
+        parts.demotions.forget(ids)
+        results = parts.tiers.delete(ids)
+        parts.demotions.forget(ids)
+        return results
 
     def finish(self, reason: OpEnd) -> None:
         if self._blocking is not None and self.state is OpState.PARKED:

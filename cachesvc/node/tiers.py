@@ -1,78 +1,31 @@
 """The chain of storage tiers: read from the first that has a page, written to each that takes writes.
 
-DESIGN. A tier is a backend under the checksum layer of one namespace, counted. What a backend raises ends here: the
-call's pages get the outcome the error stands for, and the next tier is asked. Nothing about a page is decided by a
-tier's name.
+DESIGN. What a tier raises ends in it (tier.py): the next one is asked. Nothing about a page is decided by a tier's
+name. A tier that is written on eviction stands behind one that evicts: the nearest above it that is written at all.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachesvc.clock import Clock
-from cachesvc.node.counters import NodeCounters, count_outcomes
-from cachesvc.node.progress import TierProgress
+from cachesvc.node.counters import NodeCounters
 from cachesvc.node.report import TierReport, report_tier
-from cachesvc.outcomes import Direction, TierError
-from storage_backends.base import Capabilities, Guard, ObjectIds, Outcome, Outcomes, Segments, StorageBackend, outcomes
-from storage_backends.errors import StorageError
-from storage_backends.layers.checksum import ChecksumLayer
-from storage_backends.layers.encoded import EncodedLayer, ZstdCompressor
+from cachesvc.node.tier import Codec, CountedTier, Tier, TierOptions, WriteMode
+from cachesvc.node.uses import UseCounts
+from storage_backends.base import EvictionReader, ObjectIds, Outcome, Outcomes, Segments, outcomes
 
-logger = logging.getLogger(__name__)
-
+__all__ = ["Codec", "PageGuard", "Tier", "TierChain", "TierOptions", "TierRead", "WriteMode", "demotions", "succeeded"]
 
 PageGuard = Callable[[NDArray[np.intp]], NDArray[np.bool_]]
 """Given positions in a batch: bool for each, False where the page's frame is no longer what it was."""
-
-
-class WriteMode(StrEnum):
-    """Which pages a tier is given."""
-
-    THROUGH = "through"  # every page that is backed up
-    NEVER = "never"  # none: others fill it
-
-
-class Codec(StrEnum):
-    """How a tier's pages are stored."""
-
-    NONE = "none"
-    ZSTD = "zstd"  # byte planes, compressed; without loss
-
-
-@dataclass(frozen=True)
-class TierOptions:
-    """What the chain does with a tier.
-
-    promote: pages read from a tier further down are written to this one too. codec: of what is written from now on;
-    with ZSTD, pages of either kind are read, with NONE those of ZSTD are left alone as unsupported.
-    """
-
-    write_mode: WriteMode = WriteMode.THROUGH
-    promote: bool = True
-    codec: Codec = Codec.NONE
-
-    @property
-    def takes_promotions(self) -> bool:
-        """Whether anything read further down is to be written here."""
-        return self.promote and self.write_mode is not WriteMode.NEVER
-
-
-@dataclass(frozen=True)
-class Tier:
-    """One storage tier: a name for metrics, and where the bytes rest. The node that gets it owns and closes the
-    backend."""
-
-    name: str
-    backend: StorageBackend
-    options: TierOptions = TierOptions()
+Leaving = Callable[[int, int, ObjectIds, EvictionReader], None]
+"""Told of objects that the tier at a position is about to give up, which the tier at another one takes."""
 
 
 @dataclass(frozen=True)
@@ -93,106 +46,19 @@ def succeeded(results: Outcomes) -> NDArray[np.bool_]:
     return results <= Outcome.EXISTS
 
 
-class _CountedTier:
-    """One tier as the chain uses it: errors become outcomes, everything is counted."""
-
-    def __init__(self, tier: Tier, counters: NodeCounters, clock: Clock) -> None:
-        self.name = tier.name
-        self.backend = tier.backend
-        self.options = tier.options
-        self.capabilities: Capabilities = tier.backend.capabilities()
-        self._counters = counters
-        self._clock = clock
-        self._views: dict[bytes, StorageBackend] = {}
-        self._compressor = ZstdCompressor() if tier.options.codec is Codec.ZSTD else None
-        self.progress = TierProgress(clock)
-
-    def view(self, namespace: bytes) -> StorageBackend:
-        """The backend with pages of `namespace` checked; made once per namespace."""
-        view = self._views.get(namespace)
-        if view is None:
-            view = self._views.setdefault(namespace, self._verified(namespace))
-        return view
-
-    def _verified(self, namespace: bytes) -> StorageBackend:
-        if self._compressor is None:
-            return ChecksumLayer(self.backend, namespace)
-        return EncodedLayer(self.backend, namespace, self._compressor)
-
-    def contains(self, ids: ObjectIds) -> Outcomes:
-        return self._ask(Direction.PROBE, len(ids), lambda: self.backend.contains(ids))
-
-    def known(self, ids: ObjectIds) -> Outcomes:
-        """OK or MISS as far as memory tells; no I/O."""
-        return self._ask(
-            Direction.PROBE,
-            len(ids),
-            lambda: np.where(self.backend.known(ids), Outcome.OK, Outcome.MISS).astype(np.uint8),
-        )
-
-    def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> Outcomes:
-        results = self._ask(Direction.READ, len(ids), lambda: self.view(namespace).get_into(ids, segments))
-        self._count_bytes(Direction.READ, segments, results == Outcome.OK)
-        return results
-
-    def write(self, namespace: bytes, ids: ObjectIds, segments: Segments, guard: Guard) -> Outcomes:
-        results = self._ask(Direction.WRITE, len(ids), lambda: self.view(namespace).put_from(ids, segments, guard))
-        self._count_bytes(Direction.WRITE, segments, results == Outcome.OK)
-        return results
-
-    def delete(self, ids: ObjectIds) -> Outcomes:
-        return self._ask(Direction.DELETE, len(ids), lambda: self.backend.delete(ids))
-
-    def troubles(self, stuck_after_s: float) -> list[str]:
-        """What is wrong now; empty while the tier is well or idle."""
-        declining = [] if self.backend.is_serving() else ["reads are not tried: too many have failed"]
-        return declining + self.progress.troubles(stuck_after_s)
-
-    def _ask(self, direction: Direction, count: int, call: Callable[[], Outcomes]) -> Outcomes:
-        started = self._clock.now()
-        try:
-            with self.progress.call(direction):
-                results = call()
-            self.progress.succeeded(direction)
-        except StorageError as error:
-            results = self._refused(direction, count, error, _kind(error), error.outcome)
-        except Exception as error:
-            # Backends come from anywhere; a bug in one must not reach past its tier.
-            results = self._refused(direction, count, error, TierError.UNEXPECTED, Outcome.FAILED)
-        self._counters.tier_seconds.observe(self._clock.now() - started, self.name, direction)
-        count_outcomes(self._counters.tier_pages, results, self.name, direction)
-        return results
-
-    def _refused(
-        self, direction: Direction, count: int, error: Exception, kind: TierError, outcome: Outcome
-    ) -> Outcomes:
-        # Once per spell of failure: a medium that is down would fill the log, and the counters have the number.
-        if self.progress.failed(direction, kind):
-            # As text: a record that is kept somewhere must not keep the error's frames, and with them a region's
-            # memory.
-            logger.warning("tier %s: %s of %d pages raised: %s", self.name, direction, count, repr(error))
-        self._counters.tier_errors.inc(1, self.name, direction, kind)
-        return outcomes(count, outcome)
-
-    def _count_bytes(self, direction: Direction, segments: Segments, moved: NDArray[np.bool_]) -> None:
-        self._counters.tier_bytes.inc(float(segments.object_lengths()[moved].sum()), self.name, direction)
-
-
-def _kind(error: StorageError) -> TierError:
-    if error.outcome is Outcome.TIMEOUT:
-        return TierError.TIMEOUT
-    return TierError.UNAVAILABLE if error.transient else TierError.FAILED
-
-
 class TierChain:
     """Tiers in the order in which they are read. Every call may block on I/O, except `known`. Thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], counters: NodeCounters, clock: Clock) -> None:
+        """ValueError: a tier is to be written on eviction, and nothing above it evicts."""
         self._counters = counters
-        self._tiers = [_CountedTier(tier, counters, clock) for tier in tiers]
+        self._tiers = [CountedTier(tier, counters, clock) for tier in tiers]
         # Those that answer from memory are asked before those that have to look.
         self._probed = sorted(self._tiers, key=lambda tier: not tier.capabilities.index_answers)
         self._written = [tier for tier in self._tiers if tier.options.write_mode is WriteMode.THROUGH]
+        self._demotions = demotions(tiers)
+        admits_late = any(tier.options.admit_after > 1 for tier in tiers)
+        self._uses = UseCounts() if admits_late else None
         promoting = (rank for rank, tier in enumerate(self._tiers) if tier.options.takes_promotions)
         self.first_promoting = next(promoting, NO_TIER_PROMOTES)
         """Position of the first tier that takes pages found further down; more than any position where none does."""
@@ -236,7 +102,13 @@ class TierChain:
             ranks[wanted[answers == Outcome.OK]] = rank
             self._counters.pages_from.inc(float((answers == Outcome.OK).sum()), tier.name)
             wanted = wanted[answers != Outcome.OK]
+        self.note_uses(ids[results == Outcome.OK])
         return TierRead(results, ranks)
+
+    def note_uses(self, ids: ObjectIds) -> None:
+        """These pages were computed and are offered for the first time; what `read` delivers is noted by itself."""
+        if self._uses is not None and len(ids):
+            self._uses.note(ids)
 
     def write(self, namespace: bytes, ids: ObjectIds, segments: Segments, guard: PageGuard) -> Outcomes:
         """Writes each page to every tier that takes writes and does not hold it. OK where a tier took it, else EXISTS
@@ -256,6 +128,34 @@ class TierChain:
             own = partial(_of_some, guard, which)
             results[which] = self._write_each(above, namespace, ids[which], segments.take(which), own)
         return results
+
+    def watch(self, leaving: Leaving) -> None:
+        """From now on `leaving(source, target, ids, read)` is called as `StorageBackend.on_eviction` says."""
+        for source, target in self._demotions.items():
+            self._tiers[source].backend.on_eviction(partial(leaving, source, target))
+
+    def unwanted(self, target: int, ids: ObjectIds) -> Outcomes:
+        """For pages that could be demoted to the tier at `target`: EXISTS where it is known to hold them, NOT_ADMITTED
+        where it would not take them, else OK. No I/O."""
+        tier = self._tiers[target]
+        results = outcomes(len(ids), Outcome.OK)
+        results[self._too_new(tier, ids)] = Outcome.NOT_ADMITTED
+        results[tier.known(ids) == Outcome.OK] = Outcome.EXISTS
+        return results
+
+    def header_bytes(self, rank: int) -> int:
+        """How large the headers of a tier's objects are."""
+        return self._tiers[rank].capabilities.header_bytes
+
+    def read_leaving(
+        self, source: int, namespace: bytes, ids: ObjectIds, segments: Segments, read: EvictionReader
+    ) -> Outcomes:
+        """Reads and verifies pages that the tier at `source` is about to give up."""
+        return self._tiers[source].read_leaving(namespace, ids, segments, read)
+
+    def demote(self, target: int, namespace: bytes, ids: ObjectIds, segments: Segments, guard: PageGuard) -> Outcomes:
+        """Writes pages that the tier above has given up. Outcomes as of `write`."""
+        return self._write_missing(self._tiers[target], namespace, ids, segments, guard)
 
     def delete(self, ids: ObjectIds) -> Outcomes:
         """Takes each page out of every tier. A tier's failure where one failed, else OK where one held it, else
@@ -301,7 +201,7 @@ class TierChain:
 
     def _write_each(
         self,
-        tiers: Sequence[_CountedTier],
+        tiers: Sequence[CountedTier],
         namespace: bytes,
         ids: ObjectIds,
         segments: Segments,
@@ -311,12 +211,13 @@ class TierChain:
         for rank, tier in enumerate(tiers):
             answers = self._write_missing(tier, namespace, ids, segments, guard)
             better = (answers < results) & succeeded(answers) if rank else np.full(len(ids), True)
+            better |= results == Outcome.NOT_ADMITTED
             results[better] = answers[better]
         return results
 
     def _write_missing(
         self,
-        tier: _CountedTier,
+        tier: CountedTier,
         namespace: bytes,
         ids: ObjectIds,
         segments: Segments,
@@ -327,10 +228,42 @@ class TierChain:
         if tier.capabilities.index_answers:
             # Asked here so that pages which are stored already are not read again for a checksum.
             missing = np.flatnonzero(tier.contains(ids) != Outcome.OK)
+        is_too_new = self._too_new(tier, ids[missing])
+        if is_too_new.any():
+            answers[missing[is_too_new]] = tier.turned_away(int(np.count_nonzero(is_too_new)))
+            missing = missing[~is_too_new]
         if len(missing):
             which = missing
             answers[missing] = tier.write(namespace, ids[missing], segments.take(missing), lambda: guard(which))
         return answers
+
+    def _too_new(self, tier: CountedTier, ids: ObjectIds) -> NDArray[np.bool_]:
+        """bool[n]: not used often enough for this tier yet."""
+        if self._uses is None or tier.options.admit_after == 1:
+            return np.zeros(len(ids), np.bool_)
+        return np.less(self._uses.counts(ids), tier.options.admit_after)
+
+
+def demotions(tiers: Sequence[Tier]) -> dict[int, int]:
+    """Where the pages go that a tier gives up: by its position, the position of the tier that is written then.
+
+    ValueError names a tier that is to be written on eviction, and nothing above it evicts: host memory does not count,
+    what engines drop there is gone before anybody could write it (docs/adr/0012).
+    """
+    targets: dict[int, int] = {}
+    above: int | None = None
+    for rank, tier in enumerate(tiers):
+        if tier.options.write_mode is WriteMode.ON_EVICT:
+            if above is None or not tiers[above].backend.capabilities().evicts:
+                what = "no tier above it is written" if above is None else f"{tiers[above].name!r} does not evict"
+                raise ValueError(
+                    f"tier {tier.name!r}: write_mode 'on_evict' gives it what the tier above gives up, and {what}; "
+                    "write it 'through', with admit_after = 2 for pages that are used again only"
+                )
+            targets[above] = rank
+        if tier.options.write_mode is not WriteMode.NEVER:
+            above = rank
+    return targets
 
 
 def _of_some(guard: PageGuard, which: NDArray[np.intp], some: NDArray[np.intp]) -> NDArray[np.bool_]:

@@ -50,6 +50,7 @@ class _Waiting:
 class _Storing:
     op: BackupOp
     stored: Bools
+    num_not_admitted: int = 0
 
 
 class Backup:
@@ -120,6 +121,7 @@ class Backup:
         storing = self._storing[event.op]
         good = (event.outcomes == Outcome.OK) | (event.outcomes == Outcome.EXISTS)
         storing.stored[event.first_page : event.first_page + len(good)] = good
+        storing.num_not_admitted += int(np.count_nonzero(event.outcomes == Outcome.NOT_ADMITTED))
 
     def on_ended(self, op: int) -> bool:
         """The node has let go of the frames. False: not an op of ours."""
@@ -129,7 +131,9 @@ class Backup:
         num_stored = int(np.count_nonzero(storing.stored))
         self._finish(storing.op, storing.stored)
         self._counts.stored_pages.inc(num_stored)
-        self._counts.dropped_pages.inc(len(storing.stored) - num_stored, PageDrop.BACKUP_FAILED)
+        self._counts.dropped_pages.inc(storing.num_not_admitted, PageDrop.BACKUP_NOT_ADMITTED)
+        num_failed = len(storing.stored) - num_stored - storing.num_not_admitted
+        self._counts.dropped_pages.inc(num_failed, PageDrop.BACKUP_FAILED)
         return True
 
     def forget_waiting(self) -> None:

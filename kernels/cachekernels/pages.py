@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import numpy as np
+
 from cachekernels import _core
 from cachekernels.arrays import U8, U32, U64, Keys, ObjectIds
 
@@ -65,6 +67,11 @@ def check_pages(headers: U8, ids: ObjectIds, namespace: bytes, addresses: U64, p
     length of the whole object is the reader's to compare; here the header's lengths are, with payload_bytes.
     """
     return _core.check_pages(headers, ids, namespace, addresses, payload_bytes)
+
+
+def header_claims(headers: U8) -> tuple[U8, U64]:
+    """What n headers [n, 128 or 4096] say of their pages, unchecked: namespace digests [n, 32] and raw lengths [n]."""
+    return np.ascontiguousarray(headers[:, 80:112]), np.ascontiguousarray(headers[:, 32:40]).view("<u8").reshape(-1)
 
 
 def encode_encoded_headers(

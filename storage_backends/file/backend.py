@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from storage_backends.base import (
     Capabilities,
+    EvictionListener,
     Guard,
     ObjectIds,
     Outcome,
@@ -56,10 +57,13 @@ class FileBackend(StorageBackend):
         self._is_closed = False
         self._problem = ""
         self._looked_ns = clock_ns()
+        self._listener: EvictionListener | None = None
         self._current = self._open_directory()
 
     def _open_current(self) -> ObjectDirectory:
         self._current = self._open_directory()
+        if self._listener is not None:
+            self._current.on_eviction(self._listener)
         return self._current
 
     def _open_directory(self) -> ObjectDirectory:
@@ -113,6 +117,10 @@ class FileBackend(StorageBackend):
 
     def usage(self) -> Usage:
         return self._on_current(ObjectDirectory.usage)
+
+    def on_eviction(self, listener: EvictionListener) -> None:
+        self._listener = listener
+        self._current.on_eviction(listener)
 
     def room(self) -> Room:
         return self._on_current(ObjectDirectory.room)

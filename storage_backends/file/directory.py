@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from storage_backends.base import (
     Capabilities,
+    EvictionListener,
     Guard,
     ObjectIds,
     Outcome,
@@ -41,6 +42,7 @@ from storage_backends.base import (
 )
 from storage_backends.codes import ADMISSION_OUTCOMES, ERRNO_OUTCOMES, PRESENCE_OUTCOMES
 from storage_backends.errors import StorageClosed, StorageConfigError
+from storage_backends.evictions import Evictions
 from storage_backends.file.config import FileConfig, default_capacity
 from storage_backends.file.index import FileIndex
 from storage_backends.file.machines import OneMachine, SharedMachines
@@ -95,6 +97,7 @@ class ObjectDirectory(StorageBackend):
             self._files = FileIo(directory_fd, self._writers.token, direct=self.is_direct, num_threads=config.threads)
             undo.pop_all()
         self._index = FileIndex(self._files, self._writers, self._machine, capacity)
+        self._evictions = Evictions(lambda ids, segments: _outcomes_of(self._read_files(ids, segments)))
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
@@ -145,6 +148,7 @@ class ObjectDirectory(StorageBackend):
                 return np.where(known, Outcome.EXISTS, Outcome.THROTTLED).astype(np.uint8)
             with self._naming:
                 reservation = self._index.objects.reserve(ids, lengths.astype(np.uint64))
+                self._evictions.tell(reservation)
                 self._index.remove_victims(reservation)
             try:
                 result = ADMISSION_OUTCOMES[reservation.admission()]
@@ -244,6 +248,9 @@ class ObjectDirectory(StorageBackend):
     def usage(self) -> Usage:
         with self._calls.call():
             return Usage.of(self._index.objects.usage())
+
+    def on_eviction(self, listener: EvictionListener) -> None:
+        self._evictions.listener = listener
 
     def room(self) -> Room:
         """What the directory's file system has left. Raises OSError."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from storage_backends.base import (
     Capabilities,
+    EvictionListener,
     Guard,
     ObjectIds,
     Outcome,
@@ -33,6 +34,7 @@ from storage_backends.base import (
 )
 from storage_backends.codes import ADMISSION_OUTCOMES
 from storage_backends.errors import StorageError
+from storage_backends.evictions import Evictions
 from storage_backends.in_flight import InFlight
 from storage_backends.layers.passing import PassingLayer
 
@@ -56,6 +58,7 @@ class CapacityLayer(PassingLayer):
         self._puts = InFlight("capacity layer")
         self._committing = threading.Lock()
         self._is_complete = False
+        self._evictions = Evictions(inner.get_into)
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._index.begin_scan()
@@ -93,6 +96,7 @@ class CapacityLayer(PassingLayer):
         reservation = self._index.reserve(ids, segments.object_lengths().astype(np.uint64))
         stored = np.zeros(len(ids), dtype=np.bool_)
         try:
+            self._evictions.tell(reservation)
             self._remove_victims(reservation)
             admission = reservation.admission()
             result = ADMISSION_OUTCOMES[admission]
@@ -133,6 +137,9 @@ class CapacityLayer(PassingLayer):
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         self._ended.wait(timeout_s)
         return self._is_complete and self.inner.wait_ready(timeout_s)
+
+    def on_eviction(self, listener: EvictionListener) -> None:
+        self._evictions.listener = listener
 
     def usage(self) -> Usage:
         return Usage.of(self._index.usage())

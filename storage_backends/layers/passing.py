@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from storage_backends.base import (
     Capabilities,
+    EvictionListener,
     Guard,
     ObjectIds,
     Outcomes,
@@ -70,6 +71,9 @@ class PassingLayer(StorageBackend):
 
     def tallies(self) -> Mapping[str, int]:
         return self.inner.tallies()
+
+    def on_eviction(self, listener: EvictionListener) -> None:
+        self.inner.on_eviction(listener)
 
     def room(self) -> Room | None:
         return self.inner.room()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from storage_backends.base import (
     Capabilities,
+    EvictionListener,
     Guard,
     ObjectIds,
     Outcome,
@@ -26,6 +27,7 @@ from storage_backends.base import (
 )
 from storage_backends.codes import ADMISSION_OUTCOMES, PRESENCE_OUTCOMES, lookup_table
 from storage_backends.errors import StorageClosed
+from storage_backends.evictions import Evictions
 from storage_backends.memory.config import MemoryConfig
 
 CAPABILITIES: Final = Capabilities(
@@ -66,6 +68,7 @@ class MemoryBackend(StorageBackend):
         # outside of it, whoever put, evicted or deleted what.
         self._naming = threading.Lock()
         self._is_closed = False
+        self._evictions = Evictions(self._read)
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
@@ -80,16 +83,17 @@ class MemoryBackend(StorageBackend):
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
         self._check_open()
         moment = self._index.moment()
-        found = self._objects.read(ids, segments.addresses, segments.lengths, segments.offsets)
-        self._index.touch(ids, found == Found.OK)
-        self._index.forget(ids, found == Found.MISSING, counted=True, as_of=moment)
-        return FOUND_OUTCOMES[found]
+        result = self._read(ids, segments)
+        self._index.touch(ids, result == Outcome.OK)
+        self._index.forget(ids, result == Outcome.MISS, counted=True, as_of=moment)
+        return result
 
     def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
         self._check_open()
         check_batch(ids, segments)
         with self._naming:
             reservation = self._index.reserve(ids, segments.object_lengths().astype(np.uint64))
+            self._evictions.tell(reservation)
             self._remove_victims(reservation)
         try:
             admission = reservation.admission()
@@ -135,12 +139,18 @@ class MemoryBackend(StorageBackend):
     def usage(self) -> Usage:
         return Usage.of(self._index.usage())
 
+    def on_eviction(self, listener: EvictionListener) -> None:
+        self._evictions.listener = listener
+
     def room(self) -> Room:
         memory = available_memory()
         return Room("memory", memory.source, memory.have_bytes, memory.reserve_bytes)
 
     def close(self) -> None:
         self._is_closed = True
+
+    def _read(self, ids: ObjectIds, segments: Segments) -> Outcomes:
+        return FOUND_OUTCOMES[self._objects.read(ids, segments.addresses, segments.lengths, segments.offsets)]
 
     def _remove_victims(self, reservation: Reservation) -> None:
         victims, _ = reservation.victims()

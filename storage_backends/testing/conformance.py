@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from storage_backends.base import Capabilities, Outcome, StorageBackend
+from storage_backends.base import Capabilities, EvictionReader, ObjectIds, Outcome, StorageBackend
 from storage_backends.errors import StorageClosed
 from storage_backends.testing.objects import Buffers, make_ids, open_descriptors
 
@@ -327,6 +327,27 @@ class StorageConformance:
         backend.get_into(ids[:4].copy(), self.buffers(4).segments())
         self.put(backend, room - 4, seed=501)
         assert backend.contains(ids).tolist() == [Outcome.OK] * 4 + [Outcome.MISS] * (room - 4)
+
+    def test_what_leaves_for_others_is_told_and_can_be_read(self, backend: StorageBackend) -> None:
+        """Before it goes; what is deleted is not told."""
+        self.needs(backend, lambda has: has.evicts and not has.verifies, "evicts and does not verify by itself")
+        told: list[tuple[bytes, int, bytes]] = []
+
+        def leaving(ids: ObjectIds, read: EvictionReader) -> None:
+            target = self.buffers(len(ids))
+            for id_, outcome, row in zip(ids, read(ids, target.segments()), target.rows, strict=True):
+                told.append((id_.tobytes(), int(outcome), row.tobytes()))
+
+        room = self.room(backend)
+        backend.on_eviction(leaving)
+        ids, source = self.put(backend, room)
+        backend.delete(ids[:1].copy())
+        assert told == []
+        self.put(backend, 4, seed=500)
+        gone = np.flatnonzero(backend.contains(ids) == Outcome.MISS)[1:]
+        assert len(gone) == 3
+        expected = {(ids[i].tobytes(), int(Outcome.OK), source.rows[i].tobytes()) for i in gone}
+        assert set(told) == expected and len(told) == len(expected)
 
     def test_batch_larger_than_the_room(self, backend: StorageBackend) -> None:
         """The beginning of a prefix is kept; what exists of it is not given up for the rest."""

@@ -198,6 +198,7 @@ def test_secrets_are_not_shown():
 def test_a_tier_says_what_it_is_given_and_how_it_keeps_it() -> None:
     plain = load("--tier", '[{"backend": "memory"}]').tier[0]
     assert (plain.write_mode, plain.promote, plain.codec) == (WriteMode.THROUGH, True, Codec.NONE)
+    assert plain.admit_after == 1
     assert (plain.capacity_bytes, plain.ttl_s) == (None, None)
     given = {"write_mode": "never", "promote": False, "codec": "zstd", "capacity_bytes": "2 GiB", "ttl_s": 60}
     tier = load("--tier", json.dumps([{"backend": "memory", **given}])).tier[0]
@@ -209,6 +210,16 @@ def test_a_tier_with_a_capacity_of_its_own_gets_no_second_one() -> None:
     tier = TierConfig(backend="memory", capacity_bytes=2**30)
     with pytest.raises(ConfigError, match=r"tier\[0\] \(memory\): capacity_bytes: .*a capacity of its own"):
         open_tiers([tier])
+
+
+def test_a_tier_that_is_written_on_eviction_stands_below_one_that_evicts() -> None:
+    near, far = TierConfig(backend="memory", name="near"), TierConfig(backend="memory", name="far", admit_after=2)
+    on_evict = far.model_copy(update={"write_mode": WriteMode.ON_EVICT})
+    tiers = open_tiers([near, on_evict])
+    assert [tier.options.write_mode for tier in tiers] == [WriteMode.THROUGH, WriteMode.ON_EVICT]
+    assert [tier.options.admit_after for tier in tiers] == [1, 2]
+    with pytest.raises(ConfigError, match=r"tier 'far': write_mode 'on_evict' .* admit_after = 2"):
+        open_tiers([on_evict, near])
 
 
 def test_a_compressing_tier_writes_small_pages_that_come_back() -> None:

@@ -89,6 +89,16 @@ def test_object_ids() -> None:
         pages.object_ids(keys, 0x10000)
 
 
+@pytest.mark.parametrize("header_bytes", pages.HEADER_BYTES)
+def test_what_a_header_claims_can_be_read_without_knowing_it(header_bytes: int) -> None:
+    ids, payload = pages.object_ids(np.zeros((2, 32), np.uint8)), np.zeros((2, 640), np.uint8)
+    addresses = np.uint64(payload.ctypes.data) + np.arange(2, dtype=np.uint64) * np.uint64(640)
+    headers = pages.encode_headers(ids, bytes(range(32)), addresses, 640, header_bytes)
+    namespaces, raw_bytes = pages.header_claims(headers)
+    assert [row.tobytes() for row in namespaces] == [bytes(range(32))] * 2
+    assert raw_bytes.tolist() == [640, 640]
+
+
 def test_no_flipped_bit_of_a_header_passes() -> None:
     batch = Batch(1, 64)
     good = batch.headers.copy()
