@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from pathlib import Path
 
 from cachekernels.region import Region, RegionInvalid, Side
 
 from cachesvc.client.base import NodeAway
-from cachesvc.client.connect import dial_socket
-from cachesvc.client.greeting import Greeted, greet, new_hello
+from cachesvc.client.greeting import Dial, Greeted, greet, new_hello
 from cachesvc.client.link import Link, LinkBroken
 from cachesvc.node.store_sessions import StoreRequest
 from cachesvc.rpc import codec, managed_pb2, store_codec
@@ -79,10 +77,13 @@ class StoreLink:
         self.region.close()
 
 
-def open_link(path: Path, request: StoreRequest, boot_id: bytes, timeout_s: float) -> StoreLink:
+def open_link(dial: Dial, request: StoreRequest, boot_id: bytes, timeout_s: float) -> StoreLink:
     """Connects and opens a session. `boot_id`: of the node that gave `request.previous`. NodeAway; AttachRefused."""
     deadline_s = time.monotonic() + timeout_s
-    sock = dial_socket(path)()
+    try:
+        sock = dial()
+    except OSError as error:
+        raise NodeAway(f"no node to be found: {error}") from error
     hello = new_hello()
     hello.open_store.CopyFrom(store_codec.open_message(request, boot_id))
     greeted = greet(sock, hello, (), max(0.0, deadline_s - time.monotonic()))

@@ -211,21 +211,36 @@ class Region:
         """R3 and R4: whether everything read since `snapshot` was stable, [n]. False where generations[i] is 0."""
         return self.core.validate(frames, generations)
 
-    def read(self, frames: I32, generations: U64, out_addresses: U64) -> Bools:
-        """R1-R4: copies frame_bytes of each frame to out_addresses[i] of this process.
+    def read(
+        self, frames: I32, generations: U64, out_addresses: U64, *, segment_bytes: U64 | None = None
+    ) -> Bools:
+        """R1-R4: copies each frame to memory of this process: frame_bytes at out_addresses[i] ([n]) or, with
+        `segment_bytes` [m], whose sum is frame_bytes, one segment after the other to out_addresses[i] ([n, m]).
 
-        False where the frame was not at generations[i] (from `snapshot`) all along: throw that copy away.
+        On several threads where that pays; when it returns, none of them touches that memory any more. False where the
+        frame was not at generations[i] (from `snapshot`) all along: throw that copy away.
         """
-        return self.core.read(frames, generations, out_addresses)
+        return self.core.read(frames, generations, out_addresses, segment_bytes)
 
-    def write(self, frames: I32, addresses: U64, keys: Keys, depths: U32, *, last_use: int = 0) -> Bools:
-        """W1-W4: frame_bytes from addresses[i] of this process into each frame, as page keys[i] at depths[i].
+    def write(
+        self,
+        frames: I32,
+        addresses: U64,
+        keys: Keys,
+        depths: U32,
+        *,
+        segment_bytes: U64 | None = None,
+        last_use: int = 0,
+    ) -> Bools:
+        """W1-W4: memory of this process into each frame, as page keys[i] at depths[i]; addresses [n], or [n, m] with
+        `segment_bytes` [m], as for `read`.
 
-        Streaming stores; blocks, no I/O. True [n]: the frame holds the page and is readable. False: one of the two
+        Streaming stores, on several threads where that pays; blocks, no I/O. When it returns, nothing reads that memory
+        any more. True [n]: the frame holds the page and is readable. False: one of the two
         memories faulted, the frame stays odd. Raises WriterConflict, with nothing copied, for a frame that somebody
         else writes; the frames of the batch stay odd then.
         """
-        written, conflicts = self.core.write(frames, addresses, keys, depths, last_use)
+        written, conflicts = self.core.write(frames, addresses, segment_bytes, keys, depths, last_use)
         if conflicts:
             raise WriterConflict("another writer was faster", conflicts)
         return written

@@ -65,24 +65,49 @@ NumpyArray<bool> validate_py(const Region& region, FrameArray frames, U64Array g
     return valid;
 }
 
-NumpyArray<bool> read_py(const Region& region, FrameArray frames, U64Array generations, U64Array out_addresses) {
+// addresses [n] of whole pages, or, with `segment_bytes` [m], addresses [n, m].
+PageMemory page_memory(const Region& region, const Input<uint64_t>& addresses, OptionalU64 segment_bytes,
+                       const uint64_t& frame_bytes, size_t n, const char* name) {
+    if (!segment_bytes) return {input_1d(addresses, name, n).data(), {&frame_bytes, 1}};
+    const auto sizes = input_1d(*segment_bytes, "segment_bytes");
+    uint64_t sum = 0;
+    for (uint64_t size : sizes) {
+        if (size == 0 || size > region.frame_bytes() - sum) {  // also without overflow
+            sum = ~uint64_t{0};
+            break;
+        }
+        sum += size;
+    }
+    if (sum != region.frame_bytes()) {
+        const std::string text =
+            "segment_bytes: expected sizes above 0 that add up to " + std::to_string(region.frame_bytes());
+        throw nb::value_error(text.c_str());
+    }
+    return {input_rows(addresses, name, n, sizes.size()).data, sizes};
+}
+
+NumpyArray<bool> read_py(const Region& region, FrameArray frames, U64Array generations, U64Array out_addresses,
+                         OptionalU64 segment_bytes) {
     const auto frame_span = input_1d(frames, "frames");
     const auto generation_span = input_1d(generations, "generations", frame_span.size());
-    const auto address_span = input_1d(out_addresses, "out_addresses", frame_span.size());
+    const uint64_t frame_bytes = region.frame_bytes();
+    const PageMemory out =
+        page_memory(region, out_addresses, segment_bytes, frame_bytes, frame_span.size(), "out_addresses");
     auto valid = new_array<bool>(frame_span.size());
     nb::gil_scoped_release released;
-    read_frames(region, frame_span, generation_span.data(), address_span.data(), valid.data());
+    read_frames(region, frame_span, generation_span.data(), out, valid.data());
     return valid;
 }
 
 std::tuple<NumpyArray<bool>, std::vector<int32_t>> write_py(const Region& region, FrameArray frames,
-                                                            U64Array addresses, KeyArray keys, DepthArray depths,
-                                                            uint64_t last_use) {
+                                                            U64Array addresses, OptionalU64 segment_bytes,
+                                                            KeyArray keys, DepthArray depths, uint64_t last_use) {
     const auto frame_span = input_1d(frames, "frames");
     const size_t n = frame_span.size();
+    const uint64_t frame_bytes = region.frame_bytes();
     const FrameWrite write{region,
                            frame_span,
-                           input_1d(addresses, "addresses", n).data(),
+                           page_memory(region, addresses, segment_bytes, frame_bytes, n, "addresses"),
                            input_rows(keys, "keys", n, key_bytes).data,
                            input_1d(depths, "depths", n).data(),
                            last_use};
@@ -204,9 +229,10 @@ void bind_region(nb::module_& m) {
         .def("commit", &commit_py, nb::arg("frames"))
         .def("snapshot", &snapshot_py, nb::arg("frames"), nb::arg("keys").none())
         .def("validate", &validate_py, nb::arg("frames"), nb::arg("generations"))
-        .def("read", &read_py, nb::arg("frames"), nb::arg("generations"), nb::arg("out_addresses"))
-        .def("write", &write_py, nb::arg("frames"), nb::arg("addresses"), nb::arg("keys"), nb::arg("depths"),
-             nb::arg("last_use"))
+        .def("read", &read_py, nb::arg("frames"), nb::arg("generations"), nb::arg("out_addresses"),
+             nb::arg("segment_bytes").none())
+        .def("write", &write_py, nb::arg("frames"), nb::arg("addresses"), nb::arg("segment_bytes").none(),
+             nb::arg("keys"), nb::arg("depths"), nb::arg("last_use"))
         .def("records", &records_py)
         .def("count_frames", &count_frames_py)
         .def("hold", &Region::hold, nb::arg("side"), nb::call_guard<nb::gil_scoped_release>())

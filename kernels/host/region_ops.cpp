@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "copy_threads.hpp"
 #include "fault_guard.hpp"
 #include "stream_copy.hpp"
 
@@ -47,6 +48,23 @@ bool read_frame(const Region& region, int32_t frame, uint64_t generation, uint8_
     if (!is_readable(generation) || load_generation(record) != generation) return false;
     stream_copy()(out, frame_at(region, frame), region.frame_bytes(), next);
     return is_unchanged(record, generation);
+}
+
+// Page `i` of `pages` <-> its bytes in a frame; `next` is where the copy after it will read, or null.
+void gather_page(uint8_t* frame, const PageMemory& pages, size_t i, const uint8_t* next) {
+    const size_t last = pages.num_segments() - 1;
+    for (size_t s = 0; s <= last; frame += pages.segment_bytes[s++]) {
+        stream_copy()(frame, pages.segment(i, s), pages.segment_bytes[s], s < last ? pages.segment(i, s + 1) : next);
+    }
+}
+
+void scatter_page(const PageMemory& pages, size_t i, const uint8_t* frame, const uint8_t* next) {
+    const size_t last = pages.num_segments() - 1;
+    for (size_t s = 0; s <= last; ++s) {
+        const uint8_t* behind = frame + pages.segment_bytes[s];
+        stream_copy()(pages.segment(i, s), frame, pages.segment_bytes[s], s < last ? behind : next);
+        frame = behind;
+    }
 }
 
 // W4 for the frames whose flag is set, after the fence W3 of this thread's streaming stores.
@@ -130,36 +148,43 @@ void validate_frames(const Region& region, Frames frames, const uint64_t* genera
         [&](size_t i) { valid[i] = false; });
 }
 
-void read_frames(const Region& region, Frames frames, const uint64_t* generations, const uint64_t* out_addresses,
+void read_frames(const Region& region, Frames frames, const uint64_t* generations, const PageMemory& out,
                  bool* valid) {
     check_frames(region, frames, "frames");
-    guarded_each(
-        frames.size(),
-        [&](size_t i) {
-            valid[i] = read_frame(region, frames[i], generations[i], reinterpret_cast<uint8_t*>(out_addresses[i]),
-                                  next_frame(region, frames, i));
-        },
-        [&](size_t i) { valid[i] = false; });
-    stream_fence();
+    // R1 to R4 around one page. NOTE: the bytes race with a writer by design; what was torn is thrown away by R4.
+    const auto read_page = [&](size_t i, size_t end) {
+        const FrameRecord& record = region.record(frames[i]);
+        if (!is_readable(generations[i]) || load_generation(record) != generations[i]) return false;
+        scatter_page(out, i, frame_at(region, frames[i]), i + 1 < end ? frame_at(region, frames[i + 1]) : nullptr);
+        return is_unchanged(record, generations[i]);
+    };
+    copy_in_runs(frames.size(), region.frame_bytes(), [&](size_t begin, size_t end) {
+        guarded_each(
+            end - begin, [&](size_t i) { valid[begin + i] = read_page(begin + i, end); },
+            [&](size_t i) { valid[begin + i] = false; });
+        stream_fence();
+    });
 }
 
 std::vector<int32_t> write_frames(const FrameWrite& write, bool* written) {
     const Region& region = write.region;
     auto lost = open_frames(region, write.frames, nullptr);
     if (!lost.empty()) return lost;
-    const StreamCopy copy = stream_copy();
-    const size_t count = write.frames.size();
-    guarded_each(
-        count,
-        [&](size_t i) {
-            const auto* next = i + 1 < count ? reinterpret_cast<const uint8_t*>(write.addresses[i + 1]) : nullptr;
-            const int32_t frame = write.frames[i];
-            copy(frame_at(region, frame), reinterpret_cast<const uint8_t*>(write.addresses[i]),
-                 region.frame_bytes(), next);
-            store_record(region.record(frame), write.keys + 32 * i, write.depths[i], write.last_use);
-            written[i] = true;
-        },
-        [&](size_t i) { written[i] = false; });
+    const auto write_page = [&](size_t i, size_t end) {
+        const int32_t frame = write.frames[i];
+        gather_page(frame_at(region, frame), write.pages, i, i + 1 < end ? write.pages.segment(i + 1, 0) : nullptr);
+        store_record(region.record(frame), write.keys + 32 * i, write.depths[i], write.last_use);
+    };
+    copy_in_runs(write.frames.size(), region.frame_bytes(), [&](size_t begin, size_t end) {
+        guarded_each(
+            end - begin,
+            [&](size_t i) {
+                write_page(begin + i, end);
+                written[begin + i] = true;
+            },
+            [&](size_t i) { written[begin + i] = false; });
+        stream_fence();  // W3, of this thread
+    });
     close_frames(region, write.frames, written);
     return lost;
 }

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "page_memory.hpp"
 #include "region.hpp"
 
 namespace cachesvc {
@@ -35,17 +36,16 @@ std::vector<int32_t> commit_frames(const Region& region, Frames frames);
 void snapshot_frames(const Region& region, Frames frames, const uint8_t* keys, uint64_t* generations);
 // R3 and R4: whether each frame still has the readable generation generations[i].
 void validate_frames(const Region& region, Frames frames, const uint64_t* generations, bool* valid);
-// R1-R4: copies frame_bytes of each frame to out_addresses[i]. False: not at generations[i] all along; the target holds
-// bytes to be thrown away.
-void read_frames(const Region& region, Frames frames, const uint64_t* generations, const uint64_t* out_addresses,
-                 bool* valid);
-// W1 to W4: frame_bytes from addresses[i] of this process into each frame, under keys[i] and depths[i], with streaming
-// stores. written[i] false: the memory of one of the two faulted, the frame stays odd. Returns the frames that another
+// R1-R4: copies each frame to page i of `out`, on several threads where that pays. False: not at generations[i] all
+// along; the target holds bytes to be thrown away.
+void read_frames(const Region& region, Frames frames, const uint64_t* generations, const PageMemory& out, bool* valid);
+// W1 to W4: page i of `pages` into each frame, under keys[i] and depths[i], with streaming stores, on several threads
+// where that pays. written[i] false: the memory of one of the two faulted, the frame stays odd. Returns the frames that another
 // writer moved meanwhile; nothing was written if there are any, and the others stay open.
 struct FrameWrite {
     const Region& region;
     Frames frames;
-    const uint64_t* addresses;
+    PageMemory pages;
     const uint8_t* keys;
     const uint32_t* depths;
     uint64_t last_use;

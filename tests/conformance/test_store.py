@@ -150,3 +150,17 @@ def test_nothing_leaks(door):
     while door.node.managed.num_sessions():
         door.turn()
     assert growth(before) == []
+
+
+def test_pages_of_several_segments_are_the_same_pages(store):
+    """Put in one piece and got in three, and the other way round."""
+    sizes = np.array([1, 4000, 999], np.uint64)
+    begins = np.cumsum(sizes) - sizes
+    out = np.zeros((6, PAGE_BYTES), np.uint8)
+    segments = row_addresses(out)[:, None] + begins
+    assert (store.put(KEYS[:3], PAGES[:3]) == OK).all()
+    sources = row_addresses(PAGES[3:6])[:, None] + begins
+    assert (store.put(KEYS[3:6], sources, segment_bytes=sizes) == OK).all()
+    assert (store.get(KEYS[:6], segments, segment_bytes=sizes) == OK).all()
+    assert (out == PAGES[:6]).all()
+    assert got(store, np.arange(6)) == [OK] * 6

@@ -71,7 +71,7 @@ def door(node):
 
 def again(store):
     """Lets the store try at once, instead of when its pause is over."""
-    store._retry_at_s = 0.0
+    store._connection._retry_at_s = 0.0
 
 
 def test_a_node_that_is_not_there_is_an_outcome(tmp_path):
@@ -133,7 +133,7 @@ def test_attempts_have_pauses_that_grow(tmp_path):
     for _ in range(8):
         again(store)
         got(store)
-        pauses.append(store._retry_s)
+        pauses.append(store._connection._retry_s)
     assert pauses == [0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0, 5.0]
 
 
@@ -185,34 +185,34 @@ def test_a_node_without_managed_memory_refuses():
 def test_a_page_deleted_while_it_is_copied_is_a_miss(door, monkeypatch):
     with opened(door.path) as store, opened(door.path) as other:
         store.put(KEYS, PAGES)
-        region = store._link.region
+        region = store._connection._link.region
         read = region.read
 
-        def late(frames, generations, addresses):
+        def late(frames, generations, addresses, **segments):
             other.delete(KEYS[1:3])
-            return read(frames, generations, addresses)
+            return read(frames, generations, addresses, **segments)
 
         monkeypatch.setattr(region, "read", late)
         assert got(store) == [OK, MISS, MISS, OK]
 
 
 def test_a_frame_that_somebody_else_writes_is_an_outcome(node, door, monkeypatch):
-    def conflict(frames, *_):
+    def conflict(frames, *_, **__):
         raise WriterConflict("another writer was faster", frames.tolist())
 
     with opened(door.path) as store:
-        monkeypatch.setattr(store._link.region, "write", conflict)
+        monkeypatch.setattr(store._connection._link.region, "write", conflict)
         assert store.put(KEYS, PAGES).tolist() == [Outcome.CHANGED] * 4
         assert store.is_connected
         assert node.managed.slabs()[0].counts()["free"] == FRAMES
 
 
 def test_an_interrupted_call_holds_nothing(node, door, monkeypatch):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     with opened(door.path) as store:
-        monkeypatch.setattr(store._link.region, "write", interrupt)
+        monkeypatch.setattr(store._connection._link.region, "write", interrupt)
         with pytest.raises(KeyboardInterrupt):
             store.put(KEYS, PAGES)
         again(store)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cachesvc.client.connect import dial_socket
 from cachesvc.client.store_link import open_link
 from cachesvc.identity import store_keys
 from cachesvc.rpc import managed_pb2
@@ -24,7 +25,7 @@ NUM_PAGES = 3
 
 def main() -> None:
     path, page_bytes, seed, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    link = open_link(path, request(page_bytes=page_bytes, frames=8), b"", HANG_S)
+    link = open_link(dial_socket(path), request(page_bytes=page_bytes, frames=8), b"", HANG_S)
     keys = some_keys(NUM_PAGES, seed)
     asked = {"keys": keys.tobytes(), "depths": positions(NUM_PAGES).tobytes()}
     deadline_s = time.monotonic() + HANG_S

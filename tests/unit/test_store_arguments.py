@@ -101,3 +101,99 @@ def test_page_keys_name_all_tokens_up_to_their_end():
 def test_tokens_that_are_none(tokens, message):
     with pytest.raises(ValueError, match="tokens: .*" + message):
         cachesvc.page_keys(tokens, 1)
+
+
+@pytest.mark.parametrize("value", [None, [[0] * 32], b"x" * 32, "keys", 7])
+def test_what_is_no_array_is_named(store, value):
+    for call in (store.contains, store.delete, lambda keys: store.put(keys, PAGES)):
+        with pytest.raises(TypeError, match=r"keys: expected a numpy array, uint8 \[n, 32\]; got"):
+            call(value)
+    with pytest.raises(TypeError, match=r"pages: expected a numpy array, uint8 \[3, 64\] .*; got"):
+        store.put(KEYS, value)
+    with pytest.raises(TypeError, match=r"out: expected a numpy array, .*; got"):
+        store.get(KEYS, value)
+
+
+@pytest.mark.parametrize("first_page", [1.0, "1", None, True])
+def test_positions_that_are_no_numbers(store, first_page):
+    with pytest.raises(TypeError, match="first_page: expected an integer, got"):
+        store.put(KEYS, PAGES, first_page=first_page)
+
+
+@pytest.mark.parametrize("first_page", [10**30, -(10**30), np.int64(-1)])
+def test_positions_no_machine_has(store, first_page):
+    with pytest.raises(ValueError, match="first_page: expected 0 to 4294967292, got"):
+        store.get(KEYS, PAGES.copy(), first_page=first_page)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "error"),
+    [
+        *[(value, TypeError) for value in ("1", True, [])],
+        *[(value, ValueError) for value in (-1, float("nan"), float("inf"), 10**400)],
+    ],
+)
+def test_times_that_are_none(store, tmp_path, timeout_s, error):
+    with pytest.raises(error, match="timeout_s: expected"):
+        store.contains(KEYS, timeout_s=timeout_s)
+    for name in ("timeout_s", "connect_timeout_s"):
+        with pytest.raises(error, match=f"{name}: expected"):
+            cachesvc.connect_store(f"unix://{tmp_path}/none", namespace="a", page_bytes=1, **{name: timeout_s})
+
+
+@pytest.mark.parametrize(
+    ("segment_bytes", "error", "message"),
+    [
+        (
+            [32, 32],
+            TypeError,
+            r"segment_bytes: expected a numpy array, uint64 \[m\], each above 0 and 64 in all; got list",
+        ),
+        (np.array([32, 32]), ValueError, r"got int64 \[2\]"),
+        (np.array([[32, 32]], np.uint64), ValueError, r"got uint64 \[1, 2\]"),
+        (np.array([], np.uint64), ValueError, r"got uint64 \[0\]"),
+        (np.array([64, 0], np.uint64), ValueError, "each above 0"),
+        (np.array([32, 33], np.uint64), ValueError, "got 65 in all"),
+        (np.array([2**63, 2**63, 64], np.uint64), ValueError, "each above 0 and 64 in all"),
+        (np.array([64], np.uint64), ValueError, r"pages: expected uint64 \[3, 1\] addresses, got uint64 \[3, 2\]"),
+    ],
+)
+def test_segments_that_do_not_fit(store, segment_bytes, error, message):
+    with pytest.raises(error, match=message):
+        store.put(KEYS, np.zeros((3, 2), np.uint64), segment_bytes=segment_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"namespace": 1}, TypeError, "namespace: expected a string, got int"),
+        ({"tenant": None}, TypeError, "tenant: expected a string, got NoneType"),
+        ({"tenant": "\ud800"}, ValueError, "tenant: expected text"),
+        ({"page_bytes": 1.5}, TypeError, "page_bytes: expected an integer, got float"),
+        ({"page_bytes": -1}, ValueError, "page_bytes: expected 0 to"),
+        (
+            {"memory_bytes": 2**64},
+            ValueError,
+            "memory_bytes: expected 0 to 18446744073709551615, got 18446744073709551616",
+        ),
+        ({"memory_bytes": "1 GiB"}, TypeError, "memory_bytes: expected an integer, got str"),
+    ],
+)
+def test_openings_that_no_message_carries(tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        cachesvc.connect_store(f"unix://{tmp_path}/none", **{"namespace": "a", "page_bytes": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"page_tokens": 0}, ValueError, "page_tokens: expected 1 to 4294967295, got 0"),
+        ({"page_tokens": 2**40}, ValueError, "page_tokens: expected"),
+        ({"page_tokens": 1.0}, TypeError, "page_tokens: expected an integer, got float"),
+        ({"page_tokens": 1, "scope": "x"}, TypeError, "scope: expected 32 bytes, got str"),
+        ({"page_tokens": 1, "previous": b"x"}, ValueError, "previous: expected 32 bytes, got 1"),
+    ],
+)
+def test_key_arguments_that_do_not_fit(arguments, error, message):
+    with pytest.raises(error, match=message):
+        cachesvc.page_keys([1, 2], **arguments)
