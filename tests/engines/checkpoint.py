@@ -31,11 +31,12 @@ from engine_plugin.models.llama import LayerWeights, LlamaConfig, LlamaWeights
 from engine_plugin.models.random_llama import TINY, random_weights
 from tests.helpers.gguf_writer import packaged_gguf
 
-VERSION = "1"
+VERSION = "2"
 """Of what is written here: folders that another version made are made again."""
 STAMP = "made-by"
 BOS, EOS = "<|im_start|>", "<|im_end|>"
 TINY_CONTEXT = 8192
+HEAD_SHARPNESS = 4.0
 TINY_QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -132,9 +133,11 @@ def _smollm2(folder: Path) -> None:
 def _tiny_llama(seed: int) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         config = replace(TINY, context_length=TINY_CONTEXT)
-        tokenizer = byte_tokenizer()
-        write_llama(folder, config, random_weights(config, seed))
-        write_tokenizer(folder, tokenizer, "{{ messages[0]['content'] }}")
+        # A head of its own, and not a sharp one: with the embedding as head, an answer is one token over and over, with
+        # a probability of one, whatever is in the cache.
+        head = random_weights(config, seed + 1000).embedding / HEAD_SHARPNESS
+        write_llama(folder, config, replace(random_weights(config, seed), head=head))
+        write_tokenizer(folder, byte_tokenizer(), "{{ messages[0]['content'] }}")
 
     return make
 

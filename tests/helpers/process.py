@@ -46,8 +46,12 @@ class ServingProcess(ABC):
             self.kill()
             self._close_output()
             raise AssertionError(f"{self._command} did not start:\n" + "".join(self.output))
-        self.client = httpx.Client(base_url=self.base_url(), timeout=self._hang_s)
+        self.client = self.new_client()
         return self
+
+    def new_client(self) -> httpx.Client:
+        """Speaks to it."""
+        return httpx.Client(base_url=self.base_url(), timeout=self._hang_s)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

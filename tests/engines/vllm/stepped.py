@@ -1,0 +1,151 @@
+"""vLLM's engine in this process, scheduler and worker in one thread, one step at a time.
+
+What takes three processes elsewhere can be stopped here between any two steps: while a load runs, before a store has
+ended. The same connector, both halves, loaded by the same flags; the messages between the halves are pickled as there.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from tests.engines.vllm import settings
+
+os.environ.update(settings.ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.config import KVTransferConfig
+
+from tests.engines.vllm.answers import Answer
+
+HANG_S = 120.0
+KV_BYTES = 16 * settings.MIB
+CONTEXT_TOKENS = 4096
+
+
+class SteppedEngine:
+    """One engine with a tiny model. A context; leaving it shuts the engine down.
+
+    options: of the connector; None: vLLM without one. `named` are vLLM's own engine arguments.
+    """
+
+    def __init__(self, options: dict[str, object] | None, model: str = settings.TINY, **named: Any) -> None:
+        transfer = None if options is None else KVTransferConfig(**settings.spied(options))
+        arguments = {
+            "served_model_name": "model",
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": settings.BLOCK_SIZE,
+            "max_model_len": CONTEXT_TOKENS,
+            "kv_cache_memory_bytes": KV_BYTES,
+            "enable_prefix_caching": True,
+            "kv_transfer_config": transfer,
+            **named,
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(settings.MODELS / model), **arguments))
+        self._core: Any = self._engine.engine_core
+        self._answers: dict[str, Answer] = {}
+        self._next_id = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As when the process is told to end."""
+        self._core.shutdown()
+        del self._engine, self._core
+        gc.collect()
+
+    # ---- requests
+
+    def add(self, tokens: list[int], max_tokens: int = 4, *, salt: str | None = None, lora: Any = None) -> str:
+        """A request begins to wait; its id."""
+        self._next_id += 1
+        request_id = f"r{self._next_id}"
+        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False)
+        self._engine.add_request(request_id, prompt, params, lora_request=lora)
+        return request_id
+
+    def step(self) -> None:
+        """One turn of the engine."""
+        for output in self._engine.step():
+            if output.finished:
+                done = output.outputs[0]
+                logprobs = (row[token].logprob for token, row in zip(done.token_ids, done.logprobs, strict=True))
+                self._answers[output.request_id] = Answer(
+                    tuple(done.token_ids), tuple(logprobs), output.num_cached_tokens or 0, str(done.finish_reason)
+                )
+
+    def finish(self, *request_ids: str) -> list[Answer]:
+        """Steps until these have their answers."""
+        self.step_until(lambda: all(one in self._answers for one in request_ids))
+        return [self._answers.pop(one) for one in request_ids]
+
+    def ask(self, tokens: list[int], max_tokens: int = 4, *, salt: str | None = None, lora: Any = None) -> Answer:
+        """One request from its arrival to its answer."""
+        return self.finish(self.add(tokens, max_tokens, salt=salt, lora=lora))[0]
+
+    def step_until(self, is_reached: Any) -> None:
+        """Steps until `is_reached()`."""
+        deadline_s = time.monotonic() + HANG_S
+        while not is_reached():
+            assert time.monotonic() < deadline_s, "the engine does not get there"
+            self.step()
+            os.sched_yield()
+
+    def abort(self, *request_ids: str) -> None:
+        """As when a client goes away."""
+        self._engine.abort_request(list(request_ids), internal=False)
+
+    def settle(self) -> None:
+        """Until the engine has nothing left to do, copies included."""
+        self.step_until(lambda: not self.has_work())
+
+    def has_work(self) -> bool:
+        """Requests, or blocks that wait for the connector."""
+        return bool(self._engine.has_unfinished_requests() or self.scheduler.has_requests() or self.held_blocks())
+
+    # ---- looking behind the interface
+
+    @property
+    def scheduler(self) -> Any:
+        """vLLM's."""
+        return self._core.engine_core.scheduler
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's half."""
+        return self.scheduler.connector
+
+    def held_blocks(self) -> int:
+        """Device blocks that somebody has a reference to."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's own, for padding
+
+    def status(self, request_id: str) -> str:
+        """What the scheduler thinks of a request; `gone` after its end."""
+        for request in self.scheduler.requests.values():
+            if request.request_id.startswith(request_id):
+                return str(request.status.name)
+        return "gone"
+
+    def forget_device(self) -> None:
+        """The prefixes on the device; those below stay. Fails while anything holds a block."""
+        self.settle()
+        assert self._engine.reset_prefix_cache(), f"{self.held_blocks()} blocks are still held"
+
+    def forget_all(self) -> bool:
+        """The prefixes below the device too; whether it was done."""
+        self.settle()
+        return bool(self._engine.reset_prefix_cache(reset_connector=True))
