@@ -137,6 +137,8 @@ class Capabilities:
     """Objects may consist of several segments; otherwise one each, all of one length per call."""
     counted: bool = True
     """`usage` covers every object on the medium; otherwise nobody counts and it is all zeros."""
+    bounded_by: str = ""
+    """Who bounds it where it does not itself, for people: "the server's maxmemory". Empty: nobody."""
     remote: bool = False
     """Reached over a connection, so that any call may hang or fail for a while: opened behind all layers."""
 
@@ -281,6 +283,10 @@ class StorageBackend(ABC):
 
     def is_serving(self) -> bool:
         """False while calls are declined without being tried, because too many failed. No I/O."""
+        return True
+
+    def is_settled(self) -> bool:
+        """False while a call that was given up may still take effect. No I/O."""
         return True
 
     def tallies(self) -> Mapping[str, int]:

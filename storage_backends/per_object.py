@@ -24,6 +24,7 @@ from storage_backends.base import (
     ObjectIds,
     Outcome,
     Outcomes,
+    Room,
     ScanBatch,
     Segments,
     StorageBackend,
@@ -82,6 +83,10 @@ class ObjectStore(ABC):
     @abstractmethod
     def place(self) -> str:
         """Where the objects are, for a person."""
+
+    def room(self) -> Room | None:
+        """What the medium can still take, where it tells. Raises OSError."""
+        return None
 
     @abstractmethod
     def close(self) -> None:
@@ -173,6 +178,9 @@ class PerObjectBackend(StorageBackend):
 
     def place(self) -> str:
         return self._store.place()
+
+    def room(self) -> Room | None:
+        return self._store.room()
 
     def usage(self) -> Usage:
         """Nothing is counted here."""

@@ -49,6 +49,7 @@ class TierDescription:
     name: str
     place: str | None
     capacity_bytes: int | None
+    bounded_by: str
     header_bytes: int
     alignment_bytes: int
 

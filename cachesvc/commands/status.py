@@ -20,7 +20,7 @@ from rich.text import Text
 from cachesvc.client.connect import default_socket_path
 from cachesvc.command_line import Parser
 from cachesvc.daemon.claim import read_run_info
-from cachesvc.daemon.summary import size
+from cachesvc.daemon.summary import cap_of, size
 from cachesvc.printable import printable
 
 PARTS = ("node", "tiers", "sessions", "regions")
@@ -108,7 +108,7 @@ def _plain(value: object) -> Text:
 
 
 def _tier(tier: dict[str, Any]) -> tuple[object, ...]:
-    cap = size(tier["capacity_bytes"]) if tier["capacity_bytes"] else "none"
+    cap = cap_of(tier["capacity_bytes"], tier["bounded_by"])
     state = "; ".join(tier["troubles"]) or ("ok, scanning" if tier["is_scanning"] else "ok")
     used, objects = tier["used_bytes"], tier["objects"]
     shown = ("unknown", "unknown") if used is None else (size(used), objects)

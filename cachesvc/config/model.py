@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cachesvc.node.tiers import Codec, WriteMode
 from cachesvc.node.uses import MAX_COUNT
+from storage_backends.bounds import capacity_of
 from storage_backends.options import byte_size, hint
 from storage_backends.registry import known_backends
 
@@ -33,6 +34,8 @@ def _bytes(value: object) -> object:
     return 0 if value in (0, "0") else byte_size("value", value)
 
 
+Capacity = Annotated[int | Literal["unlimited"], BeforeValidator(capacity_of)]
+"""A number of bytes as well, or the word."""
 Bytes = Annotated[int, BeforeValidator(_bytes)]
 """A number of bytes, written as such or with a unit ("4 GiB"); 0 is allowed."""
 
@@ -155,9 +158,10 @@ class TierConfig(Section):
     )
     promote: bool = Field(True, description="whether pages found in a tier further down are written here too")
     codec: Codec = Field(Codec.NONE, description="none, or zstd: pages are stored compressed, without loss")
-    capacity_bytes: Bytes | None = Field(
+    capacity_bytes: Capacity | None = Field(
         None,
-        description="hard limit for a backend that has none of its own; the least recently used pages leave",
+        description="hard limit for a backend that has none of its own; the least recently used pages leave; unset: "
+        "10 GiB or a tenth of what is free on this machine, 100 GiB of a service; unlimited: none",
         examples=["200 GiB"],
     )
     ttl_s: float | None = Field(

@@ -33,6 +33,7 @@ from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.loop import new_event_loop
 from cachesvc.node.node import Node
 from cachesvc.node.tiers import Tier
+from storage_backends.bounds import in_bounds
 from storage_backends.errors import StorageError
 from storage_backends.registry import open_backend
 
@@ -67,20 +68,23 @@ def open_tiers(wanted: list[Mapping[str, Any]]) -> list[Tier]:
     with ExitStack() as undo:
         tiers = []
         for one in wanted:
-            tiers.append(Tier(one["backend"], open_backend(one["backend"], one["options"])))
+            backend = open_backend(one["backend"], one["options"])
+            undo.callback(backend.close)
+            tiers.append(Tier(one["backend"], in_bounds(backend, None)))
             undo.callback(tiers[-1].backend.close)
         undo.pop_all()
     return tiers
 
 
 def _described(tier: Tier) -> dict[str, object]:
-    """For people: name, place ("": none that means something to them), capacity in bytes (0: no limit known); and what
-    a page takes beside its own bytes."""
+    """For people: name, place ("": none that means something to them), capacity in bytes (0: none of ours), what bounds
+    it instead; and what a page takes beside its own bytes."""
     capabilities = tier.backend.capabilities()
     return {
         "name": tier.name,
         "place": tier.backend.place(),
         "capacity_bytes": tier.backend.usage().capacity_bytes,
+        "bounded_by": capabilities.bounded_by,
         "header_bytes": capabilities.header_bytes,
         "alignment_bytes": capabilities.alignment_bytes,
     }

@@ -12,6 +12,7 @@ from cachekernels.system_memory import available_memory
 
 from cachesvc.node.tiers import Tier
 from storage_backends.base import Room
+from storage_backends.bounds import UNLIMITED
 
 SCAN_WAIT_S = 2.0
 """How long a start waits for a scan that may find what a tier holds already, and so needs less than its cap."""
@@ -45,6 +46,11 @@ def size(num_bytes: int) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.4g} {name}"
     return f"{num_bytes} B"
+
+
+def cap_of(capacity_bytes: int, bounded_by: str) -> str:
+    """The limit of a tier: a size, what bounds it instead, or that nothing does."""
+    return size(capacity_bytes) if capacity_bytes else bounded_by or UNLIMITED
 
 
 def memory_room() -> Room:
@@ -90,8 +96,8 @@ def describe_tiers(tiers: Sequence[Tier], demands: Sequence[Demand | None]) -> l
     for tier, demand in zip(tiers, demands, strict=True):
         usage = tier.backend.usage()
         place = f" at {tier.backend.place()}" if tier.backend.place() else ""
-        cap = f", cap {size(usage.capacity_bytes)}" if usage.capacity_bytes else ""
-        line = f"tier     {tier.name}{place}{cap}"
+        cap = cap_of(usage.capacity_bytes, tier.backend.capabilities().bounded_by)
+        line = f"tier     {tier.name}{place}, cap {cap}"
         lines.append(line if demand is None else f"{line}: {demand.describe().split(': ', 1)[1]}")
     return lines or ["tier     none: pages live in regions only"]
 

@@ -13,8 +13,8 @@ import numpy as np
 from cachesvc.config.model import ConfigError, TierConfig
 from cachesvc.node.tiers import Tier, TierOptions, demotions
 from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
+from storage_backends.bounds import in_bounds
 from storage_backends.errors import StorageConfigError, StorageError
-from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.expiry import ExpiryLayer
 from storage_backends.registry import WITHOUT_SERVICE, open_backend
 
@@ -67,7 +67,7 @@ def _open(index: int, config: TierConfig) -> StorageBackend:
         )
     try:
         return _in_bounds(backend, config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         _bounded(backend.close, ANSWER_S)
         raise ConfigError(f"{place}: capacity_bytes: {error}") from error
 
@@ -78,8 +78,7 @@ def _options(config: TierConfig) -> dict[str, object]:
 
 
 def _in_bounds(backend: StorageBackend, config: TierConfig) -> StorageBackend:
-    if config.capacity_bytes is not None:
-        backend = CapacityLayer(backend, config.capacity_bytes)
+    backend = in_bounds(backend, config.capacity_bytes)
     return backend if config.ttl_s is None else ExpiryLayer(backend, config.ttl_s)
 
 

@@ -49,7 +49,8 @@ class RegionReport:
 
 @dataclass(frozen=True)
 class TierReport:
-    """One storage tier. `capacity_bytes` 0: no limit known. `used_bytes`, `objects`: None where nobody counts.
+    """One storage tier. `capacity_bytes` 0: none of our own; `bounded_by` then says who
+    bounds it, for people, and is empty where nobody does. `used_bytes`, `objects`: None where nobody counts.
     `is_scanning`: it still looks at what it holds, and takes no pages yet. `troubles` is empty while it makes
     progress."""
 
@@ -59,6 +60,7 @@ class TierReport:
     used_bytes: int | None
     reserved_bytes: int
     capacity_bytes: int
+    bounded_by: str
     objects: int | None
     is_scanning: bool
     troubles: tuple[str, ...]
@@ -131,6 +133,7 @@ def report_tier(name: str, backend: StorageBackend, troubles: list[str]) -> Tier
         used_bytes=usage.used_bytes if capabilities.counted else None,
         reserved_bytes=usage.reserved_bytes,
         capacity_bytes=usage.capacity_bytes,
+        bounded_by=capabilities.bounded_by,
         objects=usage.objects if capabilities.counted else None,
         is_scanning=not backend.wait_ready(0.0),
         troubles=(*troubles, *(() if backend.is_serving() else ("calls are declined for a while: too many failed",))),

@@ -61,7 +61,8 @@ def storage_in(work_dir: Path, backend: str, given: dict[str, object]) -> Storag
         "redis": {"prefix": f"{mark}:", "ttl_s": LEFTOVERS_TTL_S},
         "s3": {"prefix": f"{mark}/"},
     }
-    options = {**own.get(backend, {}), **given}
+    of_objects = backend == "nixl" and given.get("plugin") == "OBJ"  # which takes the options of s3
+    options = {**own.get("s3" if of_objects else backend, {}), **given}
     try:
         tier = open_backend(backend, options)
         is_persistent = tier.capabilities().persistent
@@ -70,5 +71,5 @@ def storage_in(work_dir: Path, backend: str, given: dict[str, object]) -> Storag
         raise InputError(f"--storage: {error}") from error
     if not is_persistent:
         raise InputError(f"--storage: {backend} ends with the engine, and the third run shows what survives it")
-    is_own = backend in ("file", "nixl", "fsspec") and not given.keys() & {"path", "url", "bucket"}
+    is_own = backend in ("file", "nixl", "fsspec") and not of_objects and not given.keys() & {"path", "url"}
     return Storage(backend, options, folder if is_own else None)

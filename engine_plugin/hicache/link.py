@@ -127,7 +127,7 @@ class PrivateLink(NodeLink):
     def describe(self) -> list[str]:
         lines = [f"node     process {self._node.pid}, of this engine's own"]
         for tier in self._node.tiers:
-            limit = f"at most {size(tier.capacity_bytes)}" if tier.capacity_bytes else "no limit known"
+            limit = f"at most {size(tier.capacity_bytes)}" if tier.capacity_bytes else tier.bounded_by or "unlimited"
             where = f" at {tier.place}" if tier.place else ""
             lines.append(f"storage  {tier.name}{where}, {limit}, prefetch {self._prefetch_policy}")
         return lines

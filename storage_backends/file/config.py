@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from storage_backends.bounds import local_share
 from storage_backends.errors import StorageConfigError
 from storage_backends.options import byte_size, check_names, one_of, path_of, whole_number
 
-DEFAULT_CAPACITY_BYTES = 10 * 2**30
-DEFAULT_FREE_SHARE = 10  # one part in so many of the file system's free space
 DEFAULT_THREADS = 8
 _MACHINE = re.compile(r"|[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
@@ -62,9 +61,9 @@ def default_path() -> Path:
 def default_capacity(directory_fd: int, path: Path) -> int:
     """The smaller of 10 GiB and a tenth of what is free now. Raises StorageConfigError where nothing is free."""
     status = os.fstatvfs(directory_fd)
-    share = status.f_bavail * status.f_frsize // DEFAULT_FREE_SHARE
+    share = local_share(status.f_bavail * status.f_frsize)
     if share < 1:
         raise StorageConfigError(
             f"path: the file system of {str(path)!r} has no free space; make room or set capacity_bytes"
         )
-    return min(DEFAULT_CAPACITY_BYTES, share)
+    return share

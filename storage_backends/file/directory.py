@@ -40,6 +40,7 @@ from storage_backends.base import (
     check_batch,
     outcomes,
 )
+from storage_backends.bounds import room_of_path
 from storage_backends.codes import ADMISSION_OUTCOMES, ERRNO_OUTCOMES, PRESENCE_OUTCOMES
 from storage_backends.errors import StorageClosed, StorageConfigError
 from storage_backends.evictions import Evictions
@@ -253,10 +254,7 @@ class ObjectDirectory(StorageBackend):
         self._evictions.listener = listener
 
     def room(self) -> Room:
-        """What the directory's file system has left. Raises OSError."""
-        status = os.statvfs(self._path)
-        medium = f"file system {os.stat(self._path).st_dev}"
-        return Room(medium, f"the file system of {self._path}", status.f_bavail * status.f_frsize, reserve_bytes=0)
+        return room_of_path(self._path)
 
     def is_lost(self) -> bool:
         """Whether the directory was removed, replaced or emptied since: nothing put here is found by anybody then."""

@@ -15,7 +15,10 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any, Final
 
-from storage_backends.base import Outcome
+from fsspec.implementations.local import LocalFileSystem
+
+from storage_backends.base import Outcome, Room
+from storage_backends.bounds import room_of_path
 from storage_backends.fsspec.failures import object_error
 from storage_backends.names import NAME_DIGITS, is_name
 from storage_backends.per_object import Listing, ObjectError, ObjectStore
@@ -73,6 +76,7 @@ class FsspecStore(ObjectStore):
         self._root = root
         self._commit = commit
         self._is_remote = is_remote
+        self._is_on_disk = isinstance(fs, LocalFileSystem)
         self._now = now
 
     def size(self, name: str) -> int:
@@ -128,6 +132,9 @@ class FsspecStore(ObjectStore):
 
     def place(self) -> str:
         return str(self._fs.unstrip_protocol(self._root))
+
+    def room(self) -> Room | None:
+        return room_of_path(self._root) if self._is_on_disk else None
 
     def close(self) -> None:
         """fsspec has no call for it: connections end with the file system object."""

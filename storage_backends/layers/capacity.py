@@ -5,6 +5,8 @@ DESIGN. The same accounting that bounds the file backend (`cachekernels.objects.
     put   reserve room ──> delete victims ──> settle ──> inner.put_from ──> commit what was stored
     start a scan of the medium, in a thread of its own, counts what is there; reads pass meanwhile, puts are THROTTLED.
           A scan that fails (the medium is away) is begun again after a pause that doubles up to a minute.
+    doubt a put whose answer was lost may take effect late. Its object counts until the medium has been asked, when no
+          call that was given up is under way any more: a miss does not count it off before, nor does its removal.
 
 So `used + reserved <= capacity` at every instant and after every restart, for what this process has found or written.
 NOTE: on a medium with several writers each one counts what it found at its start and what it wrote since; give each its
@@ -15,12 +17,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from cachekernels.objects import Admission, ObjectIndex, Removal, Reservation
 from numpy.typing import NDArray
 
 from storage_backends.base import (
+    OBJECT_ID_BYTES,
     Capabilities,
     EvictionListener,
     Guard,
@@ -41,10 +46,10 @@ from storage_backends.layers.passing import PassingLayer
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 60.0
-MAY_BE_THERE = (Outcome.OK, Outcome.EXISTS, Outcome.TIMEOUT, Outcome.UNAVAILABLE)
-"""What a put may have left on the medium. Where the answer was lost, the object takes room until it turns out to be a
-miss, or leaves as the least recently used; a second try of it that meets the first one's object EXISTS. An object that
-another writer put counts here as well: too much, never too little."""
+STORED = (Outcome.OK, Outcome.EXISTS)
+"""What takes room after a put. An object that another writer put counts here as well: too much, never too little."""
+IN_DOUBT = (Outcome.TIMEOUT, Outcome.UNAVAILABLE)
+"""What may take room, now or later: the answer was lost."""
 
 
 class CapacityLayer(PassingLayer):
@@ -57,6 +62,7 @@ class CapacityLayer(PassingLayer):
         self._retry_s = retry_s
         self._puts = InFlight("capacity layer")
         self._committing = threading.Lock()
+        self._doubts = _Doubts()
         self._is_complete = False
         self._evictions = Evictions(inner.get_into)
         self._stop = threading.Event()
@@ -75,7 +81,7 @@ class CapacityLayer(PassingLayer):
         return result
 
     def known(self, ids: ObjectIds) -> NDArray[np.bool_]:
-        return self._index.contains(ids) | self.inner.known(ids)
+        return (self._index.contains(ids) & ~self._doubts.among(ids)) | self.inner.known(ids)
 
     def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
         moment = self._index.moment()
@@ -100,13 +106,16 @@ class CapacityLayer(PassingLayer):
             self._remove_victims(reservation)
             admission = reservation.admission()
             result = ADMISSION_OUTCOMES[admission]
-            granted = np.flatnonzero(admission == Admission.GRANTED)
-            if len(granted):
-                own = None if guard is None else lambda: guard()[granted]
+            # What is in doubt has its room already, and is tried once more.
+            is_granted = admission == Admission.GRANTED
+            wanted = np.flatnonzero(is_granted | ((admission == Admission.EXISTS) & self._doubts.among(ids)))
+            if len(wanted):
+                own = None if guard is None else lambda: guard()[wanted]
                 # As if stored, in case this raises in the middle: too much counted, never too little.
-                stored[granted] = True
-                result[granted] = self.inner.put_from(ids[granted], segments.take(granted), own)
-                stored[granted] = np.isin(result[granted], MAY_BE_THERE)
+                stored[wanted] = is_granted[wanted]
+                with self._doubts.unless_answered(ids[wanted]) as answer:
+                    result[wanted] = answer(self.inner.put_from(ids[wanted], segments.take(wanted), own))
+                stored[wanted] &= np.isin(result[wanted], (*STORED, *IN_DOUBT))
             return result
         finally:
             with self._committing:
@@ -146,12 +155,13 @@ class CapacityLayer(PassingLayer):
 
     def close(self) -> None:
         self._stop.set()
+        self._doubts.close()
         self.inner.close()  # before the thread is waited for: it ends a scan that hangs in the medium
         self._thread.join()
 
     def _forget(self, ids: ObjectIds, which: NDArray[np.bool_], moment: int) -> None:
         if which.any():
-            self._index.forget(ids, which, counted=True, as_of=moment)
+            self._index.forget(ids, which & ~self._doubts.among(ids), counted=True, as_of=moment)
 
     def _remove_victims(self, reservation: Reservation) -> None:
         victims, _ = reservation.victims()
@@ -159,7 +169,8 @@ class CapacityLayer(PassingLayer):
         try:
             if len(victims):
                 answers = self.inner.delete(victims)
-                removal[(answers == Outcome.OK) | (answers == Outcome.MISS)] = Removal.REMOVED
+                is_gone = (answers == Outcome.OK) | (answers == Outcome.MISS)
+                removal[is_gone & ~self._doubts.among(victims)] = Removal.REMOVED
         finally:
             self._index.settle(reservation, removal)
 
@@ -176,6 +187,22 @@ class CapacityLayer(PassingLayer):
             self._stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._ended.set()
+        while not self._stop.is_set() and self._doubts.wait():
+            self._stop.wait(self._retry_s)
+            self._clear_doubts()
+
+    def _clear_doubts(self) -> None:
+        """Asks the medium about objects whose puts ended without an answer, once none of those can take effect."""
+        moment, ids = self._index.moment(), self._doubts.ids()
+        if not len(ids) or not self.inner.is_settled():
+            return
+        try:
+            lengths = self.inner.sizes(ids)
+        except StorageError as error:
+            logger.debug("what is in doubt stays so: %s", error)
+            return
+        self._doubts.settle(ids)
+        self._forget(ids, lengths < 0, moment)
 
     def _scan(self) -> bool:
         """False: stopped before the end."""
@@ -186,6 +213,67 @@ class CapacityLayer(PassingLayer):
         self._index.end_scan()
         self._remove_victims(self._index.overflow())
         return True
+
+
+class _Doubts:
+    """Objects whose last put has had no answer. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._ids: dict[bytes, None] = {}
+        self._is_closed = False
+
+    def among(self, ids: ObjectIds) -> NDArray[np.bool_]:
+        """bool[n]."""
+        if not self._ids:  # looked at without the lock: almost always there is none
+            return np.zeros(len(ids), np.bool_)
+        with self._changed:
+            return np.array([row.tobytes() in self._ids for row in ids], np.bool_)
+
+    @contextmanager
+    def unless_answered(self, ids: ObjectIds) -> Iterator[Callable[[Outcomes], Outcomes]]:
+        """Around a put of these, whose outcomes go through what it yields."""
+        results = np.full(len(ids), Outcome.FAILED, np.uint8)
+
+        def answer(given: Outcomes) -> Outcomes:
+            results[:] = given
+            return given
+
+        try:
+            yield answer
+        except StorageError:
+            results[:] = IN_DOUBT[0]
+            raise
+        finally:
+            self.settle(ids[np.isin(results, STORED)])
+            with self._changed:
+                self._ids.update(dict.fromkeys(row.tobytes() for row in ids[np.isin(results, IN_DOUBT)]))
+                self._changed.notify_all()
+
+    def settle(self, ids: ObjectIds) -> None:
+        """It is known what became of these."""
+        if not self._ids:
+            return
+        with self._changed:
+            for row in ids:
+                self._ids.pop(row.tobytes(), None)
+
+    def ids(self) -> ObjectIds:
+        """All of them."""
+        with self._changed:
+            return np.frombuffer(b"".join(self._ids), np.uint8).reshape(-1, OBJECT_ID_BYTES).copy()
+
+    def wait(self) -> bool:
+        """Until there is one. False: closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ids or self._is_closed)
+            return not self._is_closed
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
 
 def _bounded(inner: Capabilities) -> Capabilities:

@@ -137,6 +137,10 @@ class DeadlineLayer(PassingLayer):
                 return
             yield batch
 
+    def is_settled(self) -> bool:
+        with self._lock:
+            return not self._hanging and self.inner.is_settled()
+
     def tallies(self) -> Mapping[str, int]:
         """deadline_exceeded, deadline_refused: calls. deadline_hanging_now: those that still hang."""
         with self._lock:

@@ -69,6 +69,9 @@ class PassingLayer(StorageBackend):
     def is_serving(self) -> bool:
         return self.inner.is_serving()
 
+    def is_settled(self) -> bool:
+        return self.inner.is_settled()
+
     def tallies(self) -> Mapping[str, int]:
         return self.inner.tallies()
 

@@ -30,7 +30,7 @@ OBJECT_CAPABILITIES: Final = replace(CAPABILITIES, name="nixl")
 def open_objects(options: Mapping[str, object]) -> PerObjectBackend:
     """options: those of the S3 backend. Raises StorageConfigError as that one does, and where the plug-in does not
     load."""
-    config = S3Config.parse(options)
+    config = S3Config.parse(options, f"nixl, plugin {OBJECTS}")
     check_bucket(config)
     agent = Agent(OBJECTS, _parameters(config), kind="OBJ")
     return PerObjectBackend(OBJECT_CAPABILITIES, NixlStore(make_client(config), config, agent), config.connections)

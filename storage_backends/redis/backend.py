@@ -11,8 +11,10 @@ bytes move.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import hiredis
 import numpy as np
@@ -40,6 +42,8 @@ from storage_backends.redis.topology import open_topology
 from storage_backends.redis.wire import Buffer, Reply, Wire
 from storage_backends.segment_views import starts_alike, views
 
+logger = logging.getLogger(__name__)
+
 CAPABILITIES = Capabilities(
     name="redis",
     alignment_bytes=1,
@@ -51,11 +55,14 @@ CAPABILITIES = Capabilities(
     verifies=False,
     scattered=True,
     counted=False,
+    bounded_by="the server's maxmemory",
     remote=True,
 )
 MAX_VALUE_BYTES = 512 * 2**20
 """The server's own limit."""
 
+_INFO_MEMORY = b"*2\r\n" + words(b"INFO", b"memory")
+_UNBOUNDED = "maxmemory:0\\r\\n"
 _TEMPORARY_MS = 60_000
 _WINDOW_BYTES = 8 * 2**20  # values asked for and not yet received, of one connection
 _SCAN_COUNT = 1000
@@ -92,9 +99,14 @@ class RedisBackend(StorageBackend):
         self._set_end = b"\r\n" + words(b"PX", b"%d" % ttl_ms)
 
     def check(self) -> None:
-        """Raises StorageError unless the server, or any of a cluster, can be reached and lets us in."""
+        """Raises StorageError unless the server, or any of a cluster, can be reached and lets us in. Warns of servers
+        without a limit."""
         with self._calls.call():
             self._topology.check()
+            for server in self._topology.servers():
+                with suppress(StorageError):  # it may tell only some users
+                    if _UNBOUNDED in str(server.ask(_INFO_MEMORY)):
+                        logger.warning("%s has no maxmemory: nothing bounds what is stored there", server.address)
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES

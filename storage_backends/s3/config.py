@@ -37,9 +37,9 @@ class S3Config:
     request_timeout_s: float = 10.0
 
     @staticmethod
-    def parse(options: Mapping[str, object]) -> S3Config:
-        """From a mapping of option names to values. Raises StorageConfigError."""
-        check_names("s3", options, S3Config.__dataclass_fields__)
+    def parse(options: Mapping[str, object], backend: str = "s3") -> S3Config:
+        """From a mapping of option names to values. Raises StorageConfigError, which calls the backend `backend`."""
+        check_names(backend, options, S3Config.__dataclass_fields__)
         config = S3Config(
             bucket=_text("bucket", options.get("bucket")),
             prefix=_prefix(options.get("prefix", DEFAULT_PREFIX)),

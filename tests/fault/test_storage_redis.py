@@ -582,3 +582,17 @@ def move(slot: int, old: Server, new: Server, members: list[Server]) -> None:
     for member in [new, old, *(other for other in members if other not in (new, old))]:
         with member.client() as client:
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", node)
+
+
+def test_a_server_without_a_limit_is_warned_of(valkey_server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    client = valkey_server.client()
+    options = {"url": valkey_server.unix_url, "prefix": fresh_prefix()}
+    open_backend("redis", options).close()
+    assert [record.getMessage() for record in caplog.records if "has no maxmemory" in record.getMessage()]
+    caplog.clear()
+    client.config_set("maxmemory", 64 << 20)
+    try:
+        open_backend("redis", options).close()
+    finally:
+        client.config_set("maxmemory", 0)
+    assert not caplog.records

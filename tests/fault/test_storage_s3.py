@@ -12,7 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cachesvc.config.model import TierConfig
+from cachesvc.daemon.tiers import open_tiers
 from storage_backends.base import ObjectIds, Outcome, StorageBackend
+from storage_backends.bounds import SERVICE_BYTES
 from storage_backends.errors import StorageConfigError, StorageError, StorageTimeout
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.names import names_of
@@ -40,6 +43,7 @@ from tests.oracles.page_header import seal
 
 NAMESPACE = bytes(range(32))
 SIZE = 8192
+HANG_S = 60
 
 
 @pytest.fixture
@@ -405,3 +409,32 @@ def all_there(backend: StorageBackend, ids: ObjectIds) -> bool:
         return bool((backend.contains(ids) == Outcome.OK).all())
     except StorageError:
         return False
+
+
+def test_a_tier_counts_what_is_stored_again_after_a_restart(seaweed: Seaweed) -> None:
+    """Not what a process remembers: other writers' objects too, and never more than it may."""
+    options = {**seaweed.options, "prefix": f"{uuid.uuid4().hex}/"}
+    config = TierConfig(backend="s3", options=options, capacity_bytes=8 * SIZE)
+    with opened(options) as other:
+        assert put(other, 3, seed=1) == [Outcome.OK] * 3
+    for start in range(2):
+        [tier] = open_tiers([config])
+        with closing(tier.backend) as backend:
+            assert backend.wait_ready(HANG_S)
+            assert backend.usage().used_bytes == (3 + 4 * start) * SIZE
+            assert put(backend, 4, seed=2 + start) == [Outcome.OK] * 4
+    [tier] = open_tiers([config])
+    with closing(tier.backend) as backend:
+        assert backend.wait_ready(HANG_S)
+        assert backend.usage().used_bytes == 8 * SIZE
+        assert get(backend, 4, seed=3) == [Outcome.OK] * 4
+
+
+def test_a_tier_that_nobody_bounds_is_bounded(seaweed: Seaweed) -> None:
+    options = {**seaweed.options, "prefix": f"{uuid.uuid4().hex}/"}
+    [tier] = open_tiers([TierConfig(backend="s3", options=options)])
+    with closing(tier.backend) as backend:
+        assert backend.usage().capacity_bytes == SERVICE_BYTES
+    [tier] = open_tiers([TierConfig(backend="s3", options=options, capacity_bytes="unlimited")])
+    with closing(tier.backend) as backend:
+        assert backend.usage().capacity_bytes == 0

@@ -206,6 +206,14 @@ def test_a_tier_says_what_it_is_given_and_how_it_keeps_it() -> None:
     assert (tier.capacity_bytes, tier.ttl_s) == (2 * 2**30, 60)
 
 
+def test_having_no_limit_is_a_word_of_its_own() -> None:
+    tier = load("--tier", '[{"backend": "memory", "capacity_bytes": "unlimited"}]').tier[0]
+    assert tier.capacity_bytes == "unlimited"
+    for wrong in ("none", 0, "-1"):
+        with pytest.raises(ConfigError, match="capacity_bytes"):
+            load("--tier", json.dumps([{"backend": "memory", "capacity_bytes": wrong}]))
+
+
 def test_a_tier_with_a_capacity_of_its_own_gets_no_second_one() -> None:
     tier = TierConfig(backend="memory", capacity_bytes=2**30)
     with pytest.raises(ConfigError, match=r"tier\[0\] \(memory\): capacity_bytes: .*a capacity of its own"):

@@ -1,8 +1,10 @@
 """Need, have and reserve: per tier, and together where several share a medium."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from cachesvc.daemon.summary import Demand, DoesNotFit, check_demands, describe_total, size, tier_demand
+from cachesvc.daemon.summary import Demand, DoesNotFit, check_demands, describe_tiers, describe_total, size, tier_demand
 from cachesvc.node.tiers import Tier
 from storage_backends.base import Room, Usage
 from storage_backends.registry import open_backend
@@ -89,3 +91,30 @@ def test_what_a_tier_holds_already_it_does_not_need_again():
 
 def test_a_scan_that_takes_long_is_not_a_reason_to_refuse():
     assert tier_demand("k", Tier("t", Medium(0, 7 * GIB, scan_ends=False))) is None
+
+
+class Limited(Medium):
+    def __init__(self, capacity_bytes, bounded_by=""):
+        super().__init__(0, 0)
+        self.capacity_bytes, self.bounded_by = capacity_bytes, bounded_by
+
+    def room(self):
+        return None
+
+    def place(self):
+        return ""
+
+    def usage(self):
+        return Usage(0, 0, self.capacity_bytes, 0)
+
+    def capabilities(self):
+        return SimpleNamespace(bounded_by=self.bounded_by)
+
+
+def test_every_tier_says_its_limit_or_that_there_is_none():
+    tiers = [Tier("a", Limited(4 * GIB)), Tier("b", Limited(0, "the server's maxmemory")), Tier("c", Limited(0))]
+    assert describe_tiers(tiers, [None] * 3) == [
+        "tier     a, cap 4 GiB",
+        "tier     b, cap the server's maxmemory",
+        "tier     c, cap unlimited",
+    ]

@@ -13,6 +13,7 @@ from engine_plugin.demo.errors import InputError
 from engine_plugin.demo.storage import storage_argument, storage_in
 from engine_plugin.engine.args import parse_args
 from tests.helpers.redis_servers import Server
+from tests.helpers.scripted_s3 import ScriptedS3
 
 
 def test_by_default_files_of_the_demos_own(tmp_path: Path) -> None:
@@ -37,6 +38,13 @@ def test_a_service_gets_names_of_each_demos_own(tmp_path: Path, valkey_server: S
     assert storage_in(tmp_path, "redis", {**options, "prefix": "mine:"}).options["prefix"] == "mine:"
 
 
+def test_objects_moved_by_nixl_are_named_as_those_of_s3(tmp_path: Path) -> None:
+    with ScriptedS3() as server:
+        storage = storage_in(tmp_path, "nixl", {**server.options, "plugin": "OBJ"})
+    assert "path" not in storage.options and str(storage.options["prefix"]).startswith("cachesvc-demo-")
+    assert storage.used_bytes() is None
+
+
 @pytest.mark.parametrize("text", ["fiel", "file={", "file=[1]", "=", ""])
 def test_what_is_no_storage_is_refused_at_once(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
@@ -48,6 +56,7 @@ def test_what_is_no_storage_is_refused_at_once(text: str) -> None:
     [
         ("file", {"pth": "x"}, "no option 'pth'; did you mean 'path'"),
         ("redis", {"url": "redis://127.0.0.1:1"}, "--storage: "),
+        ("nixl", {"plugin": "OBJ", "bucket": "b", "path": "/x"}, "'nixl, plugin OBJ' has no option 'path'"),
         ("memory", {}, "ends with the engine"),
     ],
 )

@@ -88,7 +88,7 @@ def test_storage_without_room_for_a_page_is_refused_at_the_start(
         f"cachesvc engine: error: storage {backend}: 96 KiB are smaller than one page of {page_bytes} bytes with its "
         "header; raise capacity_bytes"
     )
-    enough = TierDescription(backend, "", page_bytes + header_bytes, header_bytes, 4096)
+    enough = TierDescription(backend, "", page_bytes + header_bytes, "", header_bytes, 4096)
     assert enough.has_room_for(page_bytes) and not enough.has_room_for(page_bytes + 1)
     assert replace(enough, capacity_bytes=0).has_room_for(page_bytes)
 

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from storage_backends.base import Capabilities, ObjectIds, Outcome, ScanBatch, StorageBackend
-from storage_backends.errors import StorageTimeout, StorageUnavailable
+from storage_backends.base import (
+    Capabilities,
+    Guard,
+    ObjectIds,
+    Outcome,
+    Outcomes,
+    Room,
+    ScanBatch,
+    Segments,
+    StorageBackend,
+    outcomes,
+)
+from storage_backends.bounds import LOCAL_BYTES, SERVICE_BYTES, capacity_of, in_bounds, local_share
+from storage_backends.clock import SystemClock
+from storage_backends.errors import StorageConfigError, StorageTimeout, StorageUnavailable
 from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.deadline import DeadlineLayer
 from storage_backends.layers.expiry import ExpiryLayer
 from storage_backends.layers.fault import Answer, FaultLayer, Raise, Script
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.memory.backend import MemoryBackend
 from storage_backends.memory.config import MemoryConfig
+from storage_backends.registry import open_backend
 from storage_backends.testing.objects import Buffers, make_ids
 
 SIZE = 4096
@@ -105,7 +121,9 @@ class TestCapacity:
             assert layer.usage().used_bytes == 4 * SIZE
 
     @pytest.mark.parametrize("fault", [Raise(StorageTimeout("late")), Answer(Outcome.TIMEOUT)])
-    def test_an_answer_that_was_lost_takes_room_until_it_is_a_miss(self, medium: Medium, fault: Raise | Answer) -> None:
+    def test_an_answer_that_was_lost_takes_room_until_the_medium_was_asked(
+        self, medium: Medium, fault: Raise | Answer
+    ) -> None:
         script = Script()
         with closing(bounded(FaultLayer(medium, script, lambda _: None), 8)) as layer:
             ids, pages = make_ids(2, 1), Buffers.make(2, SIZE, 1)
@@ -115,9 +133,8 @@ class TestCapacity:
                     layer.put_from(ids, pages.segments())
             else:
                 assert (layer.put_from(ids, pages.segments()) == Outcome.TIMEOUT).all()
-            assert layer.usage().used_bytes == 2 * SIZE
             assert (layer.get_into(ids, pages.segments()) == Outcome.MISS).all()
-            assert layer.usage().used_bytes == 0
+            wait_until(lambda: layer.usage().used_bytes == 0)
 
     def test_a_victim_that_cannot_be_deleted_stays_counted_and_the_put_is_refused(self, medium: Medium) -> None:
         script = Script()
@@ -210,3 +227,153 @@ def test_an_object_whose_first_answer_was_lost_counts_when_the_second_try_finds_
         ids = put(medium, 2, seed=1)  # on the medium, behind the layer's back
         assert layer.put_from(ids, Buffers.make(2, SIZE, 1).segments()).tolist() == [Outcome.EXISTS] * 2
         assert layer.usage().used_bytes == 2 * SIZE
+
+
+class Slow(PassingLayer):
+    """Loses the answer to the next put; what it was to store lands when the test says so."""
+
+    def __init__(self, inner: StorageBackend) -> None:
+        super().__init__(inner)
+        self.late: list[tuple[ObjectIds, Segments]] = []
+        self.is_losing = True
+        self.asked = threading.Semaphore(0)
+        self.may_settle = threading.Event()
+
+    def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
+        if not self.is_losing:
+            return self.inner.put_from(ids, segments, guard)
+        self.late.append((ids.copy(), segments))
+        return outcomes(len(ids), Outcome.TIMEOUT)
+
+    def land(self) -> None:
+        for ids, segments in self.late:
+            self.inner.put_from(ids, segments)
+        self.late.clear()
+
+    def is_settled(self) -> bool:
+        self.asked.release()
+        return self.may_settle.is_set()
+
+
+class TestLatePuts:
+    """A put that was given up, and takes effect after its object had been found missing."""
+
+    @staticmethod
+    def lost(layer: CapacityLayer, slow: Slow) -> ObjectIds:
+        ids = make_ids(2, seed=1)
+        assert layer.put_from(ids, Buffers.make(2, SIZE, 1).segments()).tolist() == [Outcome.TIMEOUT] * 2
+        slow.is_losing = False
+        return ids
+
+    def test_it_counts_although_it_was_missing_meanwhile(self, medium: Medium) -> None:
+        slow = Slow(medium)
+        with closing(bounded(slow, 8)) as layer:
+            ids = self.lost(layer, slow)
+            assert not layer.known(ids).any()
+            assert (layer.contains(ids) == Outcome.MISS).all()
+            assert (layer.get_into(ids, Buffers.make(2, SIZE).segments()) == Outcome.MISS).all()
+            slow.land()
+            assert layer.usage().used_bytes == medium.memory.usage().used_bytes == 2 * SIZE
+            slow.may_settle.set()
+            wait_until(lambda: layer.known(ids).all())
+            assert layer.usage().used_bytes == 2 * SIZE
+
+    def test_it_counts_although_it_had_to_leave_meanwhile(self, medium: Medium) -> None:
+        slow = Slow(medium)
+        with closing(bounded(slow, 8)) as layer:
+            self.lost(layer, slow)
+            for seed in range(2, 8):
+                layer.put_from(make_ids(3, seed), Buffers.make(3, SIZE, seed).segments())
+            slow.land()
+            assert medium.memory.usage().used_bytes <= layer.usage().used_bytes <= 8 * SIZE
+
+    def test_one_that_never_lands_is_counted_off(self, medium: Medium) -> None:
+        slow = Slow(medium)
+        with closing(bounded(slow, 8)) as layer:
+            self.lost(layer, slow)
+            assert slow.asked.acquire(timeout=HANG_S)
+            assert layer.usage().used_bytes == 2 * SIZE
+            slow.may_settle.set()
+            wait_until(lambda: layer.usage().used_bytes == 0)
+
+    def test_it_may_be_put_again(self, medium: Medium) -> None:
+        slow = Slow(medium)
+        with closing(bounded(slow, 8)) as layer:
+            ids = self.lost(layer, slow)
+            assert layer.put_from(ids, Buffers.make(2, SIZE, 1).segments()).tolist() == [Outcome.OK] * 2
+            assert layer.known(ids).all()
+            slow.land()
+            assert layer.usage().used_bytes == medium.memory.usage().used_bytes == 2 * SIZE
+
+    def test_a_deadline_layer_says_when_nothing_hangs(self) -> None:
+        go_on = threading.Event()
+
+        class Hanging(PassingLayer):
+            def contains(self, ids: ObjectIds) -> Outcomes:
+                go_on.wait(HANG_S)
+                return self.inner.contains(ids)
+
+        with closing(DeadlineLayer(Hanging(MemoryBackend(MemoryConfig(2**20))), 0.01, 4, SystemClock())) as layer:
+            assert layer.is_settled()
+            with pytest.raises(StorageTimeout):
+                layer.contains(make_ids(1))
+            assert not layer.is_settled()
+            go_on.set()
+            wait_until(layer.is_settled)
+
+
+class TestUsualBounds:
+    """A backend that nobody bounds is bounded all the same."""
+
+    def test_a_service_gets_a_limit(self, medium: Medium) -> None:
+        class Service(PassingLayer):
+            def room(self) -> Room | None:
+                return None
+
+        with closing(in_bounds(Service(medium), None)) as backend:
+            assert backend.usage().capacity_bytes == SERVICE_BYTES
+
+    def test_what_is_on_this_machine_gets_a_part_of_it(self, medium: Medium) -> None:
+        class Disk(PassingLayer):
+            free_bytes = 50 * 2**30
+
+            def room(self) -> Room:
+                return Room("disk", "the disk", self.free_bytes, 0)
+
+        with closing(in_bounds(Disk(medium), None)) as backend:
+            assert backend.usage().capacity_bytes == 5 * 2**30
+        assert local_share(2**50) == LOCAL_BYTES
+
+    def test_only_a_word_means_none(self, medium: Medium) -> None:
+        assert in_bounds(medium, capacity_of("unlimited")) is medium
+        with pytest.raises(StorageConfigError):
+            capacity_of("none")
+        with closing(in_bounds(medium, capacity_of("1 MiB"))) as backend:
+            assert backend.usage().capacity_bytes == 2**20
+
+    def test_what_has_one_keeps_it(self, medium: Medium) -> None:
+        assert in_bounds(medium.memory, None) is medium.memory
+        with pytest.raises(ValueError, match="a capacity of its own"):
+            in_bounds(medium.memory, 2**20)
+
+    def test_what_its_server_bounds_is_left_to_it(self, medium: Medium) -> None:
+        class Served(PassingLayer):
+            def capabilities(self) -> Capabilities:
+                return replace(self.inner.capabilities(), bounded_by="the server")
+
+        served = Served(medium)
+        assert in_bounds(served, None) is served
+        with closing(in_bounds(served, 2**20)) as backend:
+            assert backend.usage().capacity_bytes == 2**20
+
+    def test_a_directory_of_fsspec_tells_what_is_free(self, tmp_path: Path) -> None:
+        with closing(in_bounds(open_backend("fsspec", {"url": tmp_path.as_uri()}), None)) as backend:
+            assert 0 < backend.usage().capacity_bytes <= LOCAL_BYTES
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    for _ in range(HANG_S * 1000):
+        if holds():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it never did")
