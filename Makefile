@@ -15,6 +15,7 @@ ENGINE ?= vllm
 ENGINES := build/engines
 ENGINE_ENV := $(ENGINES)/$(ENGINE)
 ENGINE_PY := $(ENGINE_ENV)/bin/python
+ENGINE_PATCH := $(wildcard requirements/$(ENGINE)_patch.py)
 NATIVE := CMakeLists.txt kernels/CMakeLists.txt $(wildcard kernels/host/*) $(wildcard kernels/third_party/*/*)
 
 .DEFAULT_GOAL := help
@@ -73,13 +74,14 @@ test: $(VENV)/.built
 	$(PY) -m pytest $(if $(MARK),-m '$(MARK)') $(ARGS)
 
 # A frozen set, each package by name, so that nothing is looked up: --no-deps. What the engine's packages ask for beyond it
-# they do without.
-$(ENGINE_ENV)/.ready: requirements/$(ENGINE).txt
+# they do without. Where a package cannot be used as it is, requirements/ENGINE_patch.py says why and changes it.
+$(ENGINE_ENV)/.ready: requirements/$(ENGINE).txt $(ENGINE_PATCH)
 	@echo "== environment of $(ENGINE) in $(ENGINE_ENV) (once; a few minutes)"
 	rm -rf $(ENGINE_ENV)
 	$(PYTHON) -m venv $(ENGINE_ENV)
 	$(ENGINE_PY) -m pip install --quiet --upgrade "pip>=25.1"
 	$(ENGINE_PY) -m pip install --quiet --no-deps --requirement requirements/$(ENGINE).txt
+	$(foreach patch,$(ENGINE_PATCH),$(ENGINE_PY) $(patch))
 	touch $@
 
 # Our wheel as a user gets it, never editable; its needs must agree with the frozen set. The folder `suite` is where tests

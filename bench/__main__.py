@@ -19,10 +19,15 @@ OPTIONS = {"ONLY": "*", "JSON": "", "ROUNDS": "7"}
 
 
 def main(argv: list[str]) -> int:
-    options = _options(argv)
     for module in pkgutil.iter_modules(bench.__path__):
         if module.name not in ("harness", "__main__"):
             importlib.import_module(f"bench.{module.name}")
+    return report(argv)
+
+
+def report(argv: list[str]) -> int:
+    """Runs the figures that are registered and asked for; the exit status."""
+    options = _options(argv)
     chosen = _choose(options["ONLY"])
     if not chosen:
         print(f"no figure matches ONLY={options['ONLY']!r}; there are: {', '.join(sorted(FIGURES))}", file=sys.stderr)

@@ -1,0 +1,181 @@
+"""sglang.*: our storage beside SGLang's own `file` backend, both below SGLang's real host pool and controller.
+
+    make bench-engines ENGINE=sglang [ONLY=glob] [JSON=out.json] [ROUNDS=n]
+
+Pages of 2 MiB in batches of 128, as the controller's own threads pass them. `hot`: what was just written is read, from
+the node's memory and from the page cache. `bypassed`: until it rests on the disk, and from the disk again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.__main__ import report
+from bench.harness import Measurement, Run, figure
+from tests.engines.sglang.plugin import sglang_on_cpu
+
+sglang_on_cpu.install()
+
+from tests.engines.sglang import media  # noqa: E402
+from tests.engines.sglang.processes import Daemon  # noqa: E402
+from tests.engines.sglang.rig import CacheRig, Model, Storage  # noqa: E402
+
+MODEL = Model(layers=32, heads=8, dim=128)
+PAGE_BYTES = 2 * MODEL.layers * MODEL.page_size * MODEL.heads * MODEL.dim * MODEL.dtype.itemsize
+PAGES = 128
+AMOUNT = PAGES * PAGE_BYTES
+MANAGED = "2 GiB"
+NEVER_MS = 60_000
+
+
+class Side:
+    """One backend below one host pool that holds `PAGES` pages of noise."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.rig = CacheRig(MODEL, storage, device_pages=2, host_pages=PAGES)
+        self.controller = self.rig.controller
+        self.host_indices = self.rig.host.alloc(PAGES * MODEL.page_size)
+        memory = self.rig.host.kv_buffer.view(torch.uint8).flatten()
+        memory.copy_(torch.from_numpy(np.random.default_rng(1).integers(0, 256, len(memory), np.uint8)))
+        self.operation = _Operation()
+
+    def put(self, keys: list[str]) -> None:
+        """L2→L3 of one batch, as the backup thread does it."""
+        assert self.controller.page_set_func(keys, self.host_indices)
+
+    def get(self, keys: list[str]) -> None:
+        """L3→L2 of one batch, as the prefetch thread does it."""
+        assert self.controller.page_get_func(self.operation, keys, self.host_indices) == PAGES
+
+    def exists(self, keys: list[str]) -> int:
+        return int(self.controller.storage_backend.batch_exists(keys))
+
+
+class _Operation:
+    """What a page function asks of its operation."""
+
+    request_id = "figures"
+    completed_tokens = 0
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def increment(self, tokens: int) -> bool:
+        del tokens
+        return True
+
+
+def fresh_keys(number: int, count: int = PAGES) -> list[str]:
+    """Hashes that no other number has."""
+    return [row.tobytes().hex() for row in np.random.default_rng(number).integers(0, 256, (count, 32), dtype=np.uint8)]
+
+
+@contextmanager
+def ours(*, keeps_files: bool = False, **extra: Any) -> Iterator[tuple[Side, Daemon]]:
+    patience = {"get_timeout_ms": NEVER_MS, "put_timeout_ms": NEVER_MS, "memory_gib": 2.0}
+    with Daemon(managed=MANAGED, keeps_files=keeps_files) as daemon:
+        side = Side(media.ours(daemon.address, **{**patience, **extra}))
+        try:
+            yield side, daemon
+        finally:
+            side.rig.close()
+
+
+@contextmanager
+def files() -> Iterator[tuple[Side, Path]]:
+    with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
+        path = Path(folder) / "files"
+        side = Side(media.file(path))
+        try:
+            yield side, path
+        finally:
+            side.rig.close()
+
+
+@figure("sglang.backup_hot", unit="GB/s", target="ratio>=1", reference="SGLang's file backend, page cache")
+def backup_hot(run: Run) -> Measurement:
+    """Host pool → the node's memory."""
+    numbers = itertools.count()
+    with ours() as (mine, _), files() as (theirs, path):
+
+        def reference() -> None:
+            theirs.put(fresh_keys(next(numbers)))
+
+        def forget() -> None:
+            for file in path.iterdir():
+                file.unlink()
+
+        return paired(run, lambda: mine.put(fresh_keys(next(numbers))), reference, after=forget)
+
+
+@figure("sglang.prefetch_hot", unit="GB/s", target="ratio>=1", reference="SGLang's file backend, page cache")
+def prefetch_hot(run: Run) -> Measurement:
+    """The node's memory → host pool."""
+    keys = fresh_keys(1)
+    with ours() as (mine, _), files() as (theirs, _path):
+        mine.put(keys)
+        theirs.put(keys)
+        return paired(run, lambda: mine.get(keys), lambda: theirs.get(keys))
+
+
+def paired(
+    run: Run, mine: Callable[[], object], theirs: Callable[[], object], after: Callable[[], object] | None = None
+) -> Measurement:
+    """Rates of interleaved rounds; `after` each round, not measured."""
+    rates: tuple[list[float], list[float]] = ([], [])
+    for number in range(run.warmups + run.rounds):
+        for call, into in zip((mine, theirs), rates, strict=True):
+            start = run.clock()
+            call()
+            took = run.clock() - start
+            if number >= run.warmups:
+                into.append(AMOUNT / took * 1e-9)
+        if after is not None:
+            after()
+    return run.of(rates[0], rates[1])
+
+
+@figure("sglang.put_memcpy", unit="GB/s", target="ratio>=0.7", reference="memcpy of the same bytes")
+def put_memcpy(run: Run) -> Measurement:
+    """Host pool → the node's memory."""
+    numbers = itertools.count()
+    source, target = np.ones(AMOUNT, np.uint8), np.ones(AMOUNT, np.uint8)
+    with ours() as (mine, _):
+        for _ in range(9):  # every frame has been written once
+            mine.put(fresh_keys(next(numbers)))
+        return paired(run, lambda: mine.put(fresh_keys(next(numbers))), lambda: np.copyto(target, source))
+
+
+@figure("sglang.get_memcpy", unit="GB/s", target="ratio>=0.7", reference="memcpy of the same bytes")
+def get_memcpy(run: Run) -> Measurement:
+    """The node's memory → host pool."""
+    keys = fresh_keys(1)
+    source, target = np.ones(AMOUNT, np.uint8), np.ones(AMOUNT, np.uint8)
+    with ours() as (mine, _):
+        mine.put(keys)
+        return paired(run, lambda: mine.get(keys), lambda: np.copyto(target, source))
+
+
+@figure("sglang.exists_1600", unit="ms", target="value<=1", reference="SGLang's file backend")
+def exists_1600(run: Run) -> Measurement:
+    """One `batch_exists` of 1,600 pages that are not there but for the first 128; and one where all are asked for."""
+    present = fresh_keys(1)
+    with ours() as (mine, _), files() as (theirs, _path):
+        mine.put(present)
+        theirs.put(present)
+        keys = (present * 13)[:1600]
+        return run.paired(lambda: mine.exists(keys), lambda: theirs.exists(keys), scale=1e3, note="1,600 hits")
+
+
+if __name__ == "__main__":
+    raise SystemExit(report(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""Every byte there and back through the real classes: L1→L2→L3, all memory forgotten, L3→L2→L1."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engines.sglang import media
+from tests.engines.sglang.processes import Daemon
+from tests.engines.sglang.rig import CacheRig, Model, Storage, kv_of
+
+LAYOUTS = {
+    "mha": ("page_first", "page_first_direct", "page_head", "layer_first"),
+    "mla": ("page_first", "page_first_direct", "layer_first"),
+}
+SHAPES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
+TOKENS = list(range(1000, 1000 + 6 * 16 + 5))
+"""Six pages and a rest that is never stored."""
+
+
+@pytest.fixture(params=["ours", "file"])
+def storage(request: pytest.FixtureRequest, shared_daemon: Daemon, tmp_path: Path) -> Storage:
+    """Both backends pass the same tests, so that a failure of one says which side is wrong."""
+    if request.param == "file":
+        return media.file(tmp_path / "files")
+    return media.ours(shared_daemon.address, model_revision=request.node.nodeid)
+
+
+@pytest.mark.parametrize("core", ["rust", "python"])
+@pytest.mark.parametrize(("kind", "layout"), SHAPES)
+def test_every_byte_comes_back_from_storage(kind: str, layout: str, core: str, storage: Storage) -> None:
+    model = Model(kind, layout)
+    kv = kv_of(model, TOKENS)
+    with CacheRig(model, storage, core=core) as rig:
+        rig.compute(TOKENS, kv)
+        rig.forget()
+        assert rig.match(TOKENS).device_prefix_len == 0
+        assert rig.fetch(TOKENS) == 96
+        assert rig.load(TOKENS) == 96
+        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
+        rig.check()
+    with CacheRig(model, storage, core=core) as successor:
+        assert successor.fetch(TOKENS) == 96, "an engine that is started anew"
+        successor.load(TOKENS)
+        assert np.array_equal(successor.on_device(TOKENS), kv[:96])
+
+
+@pytest.mark.parametrize(("kind", "layout"), SHAPES)
+def test_host_memory_serves_what_left_the_device(kind: str, layout: str, storage: Storage) -> None:
+    model = Model(kind, layout)
+    kv = kv_of(model, TOKENS)
+    with CacheRig(model, storage) as rig:
+        rig.compute(TOKENS, kv)
+        rig.forget_device()
+        found = rig.match(TOKENS)
+        assert (found.device_prefix_len, found.host_hit_length) == (0, 96)
+        rig.load(TOKENS)
+        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
+
+
+def test_prompts_share_their_beginning(storage: Storage) -> None:
+    """Two continuations of one prefix: the second run fetches each, of which the device has a part already."""
+    model = Model()
+    left, right = TOKENS, [*TOKENS[:64], *range(5000, 5048)]
+    with CacheRig(model, storage) as rig:
+        for tokens in (left, right):
+            rig.compute(tokens, kv_of(model, tokens))
+        rig.forget()
+        assert rig.fetch(left) == 96
+        rig.load(left)
+        assert rig.fetch(right) == 48
+        rig.load(right)
+        for tokens in (left, right):
+            pages = len(tokens) // 16 * 16
+            assert np.array_equal(rig.on_device(tokens), kv_of(model, tokens)[:pages])
+
+
+def test_more_pages_than_one_batch(storage: Storage) -> None:
+    """SGLang passes 128 pages a call; 300 pages are three of them."""
+    model = Model(page_size=1, layers=2)
+    tokens = list(range(7000, 7300))
+    kv = kv_of(model, tokens)
+    with CacheRig(model, storage, device_pages=512, host_pages=1024) as rig:
+        rig.compute(tokens, kv)
+        rig.forget()
+        assert rig.fetch(tokens) == 300
+        rig.load(tokens)
+        assert np.array_equal(rig.on_device(tokens), kv)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_other_widths(dtype: torch.dtype, storage: Storage) -> None:
+    model = Model(dtype=dtype)
+    kv = kv_of(model, TOKENS)
+    with CacheRig(model, storage) as rig:
+        rig.compute(TOKENS, kv)
+        rig.forget()
+        assert rig.fetch(TOKENS) == 96
+        rig.load(TOKENS)
+        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
+
+
+def test_eagle_keys_name_pairs_of_tokens(storage: Storage) -> None:
+    """With speculative decoding a key's unit is a token and its successor: pages of the same tokens without it, or with
+    another successor of the last one, are others."""
+    model = Model(is_eagle=True)
+    tokens = TOKENS[:97]  # the pair of the 96th token needs the 97th
+    kv = kv_of(model, tokens)
+    with CacheRig(model, storage) as rig:
+        rig.compute(tokens, kv)
+        rig.forget()
+        assert rig.fetch(tokens) == 96
+        rig.load(tokens)
+        assert np.array_equal(rig.on_device(tokens), kv[:96])
+        rig.forget()
+        assert rig.fetch([*tokens[:96], 1]) == 80, "another successor"
+    with CacheRig(replace(model, is_eagle=False), storage) as plain:
+        assert plain.fetch(tokens) == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked"),
+    [
+        (a, b)
+        for a, b in itertools.permutations(
+            (
+                {},
+                {"extra_key": "adapter-1"},
+                {"extra_key": "adapter-2"},
+                {"cache_salt": "tenant-1"},
+                {"extra_key": "adapter-1", "cache_salt": "tenant-1"},
+            ),
+            2,
+        )
+    ],
+    ids=str,
+)
+def test_adapters_and_salts_keep_apart(
+    stored: dict[str, str], asked: dict[str, str], shared_daemon: Daemon, request: pytest.FixtureRequest
+) -> None:
+    model = Model()
+    kv = kv_of(model, TOKENS, identity=str(stored))
+    with CacheRig(model, media.ours(shared_daemon.address, model_revision=request.node.nodeid)) as rig:
+        rig.compute(TOKENS, kv, **stored)
+        rig.forget()
+        assert rig.fetch(TOKENS, **asked) == 0
+        assert rig.fetch(TOKENS, **stored) == 96
+        rig.load(TOKENS, **stored)
+        assert np.array_equal(rig.on_device(TOKENS, **stored), kv[:96])

@@ -1,0 +1,105 @@
+"""SGLang's real server with its KV in our daemon: hits from its host memory, and from us after it was started anew.
+
+One story, played once; what each test checks is a part of it. Two servers are started, the second one as an engine that
+was restarted. SGLang's own `file` backend is attached and detached at runtime in the same servers, to compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.engines.sglang import media
+from tests.engines.sglang.processes import COMMAND, HANG_S, Daemon
+from tests.engines.sglang.server import Answer, Server, prompt
+from tests.engines.sglang.tiny_qwen3 import write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PAGES = 1984
+"""Tokens of a prompt's whole pages."""
+OURS, FILES, FILLERS = prompt(1), prompt(2), (prompt(3), prompt(4), prompt(5))
+
+
+@dataclass
+class Story:
+    answers: dict[str, Answer] = field(default_factory=dict)
+    log: str = ""
+
+
+def launch_flags(daemon: Daemon) -> list[str]:
+    """What `cachesvc flags sglang` says comes after the model. For tests L2 is so large that nothing leaves it, and a
+    request waits for all that L3 has."""
+    command = [*COMMAND, "flags", "sglang", "--address", daemon.address, "--json"]
+    printed = subprocess.run(command, cwd=daemon.folder, capture_output=True, text=True, check=True, timeout=HANG_S)
+    line: list[str] = json.loads(printed.stdout)["argv"]
+    assert line[:4] == ["sglang", "serve", "--model-path", "MODEL"]
+    return [*line[4:], "--hicache-ratio", "4", "--hicache-storage-prefetch-policy", "wait_complete"]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    folder = tmp_path_factory.mktemp("server")
+    model = write_model(folder / "model", seed=1)
+    files = media.file(folder / "files")
+    story = Story()
+    answers = story.answers
+    with Daemon() as daemon:
+        ours = launch_flags(daemon)
+        with Server(model, ours) as first:
+            answers["cold"] = first.ask(OURS)
+            answers["device"] = first.ask(OURS)
+            for filler in FILLERS:
+                first.ask(filler)
+            answers["host"] = first.ask(OURS)
+            first.detach()
+            first.attach(files)
+            answers["file: cold"] = first.ask(FILES)
+            first.detach()
+            first.kill()
+        with Server(model, ours) as second:
+            answers["storage"] = second.ask(OURS)
+            second.detach()
+            second.attach(files)
+            answers["file: storage"] = second.ask(FILES)
+            second.detach()
+            second.flush()
+            second.attach(media.attached(ours, module_path="tampered_storage", class_name="Scaled"))
+            answers["control"] = second.ask(OURS)
+        story.log = "".join(first.output + second.output)
+    for name, answer in answers.items():
+        print(f"{name:20} {answer.first_s * 1e3:8.0f} ms to the first token, {answer}")
+    return story
+
+
+@pytest.mark.parametrize("name", ["device", "host", "storage"])
+def test_tokens_are_those_of_the_cold_run(name: str, story: Story) -> None:
+    assert story.answers[name].tokens == story.answers["cold"].tokens
+
+
+def test_files_serve_the_same_tokens(story: Story) -> None:
+    assert story.answers["file: storage"].tokens == story.answers["file: cold"].tokens
+
+
+def test_each_tier_had_what_was_asked_of_it(story: Story) -> None:
+    had = {name: (answer.device, answer.host, answer.storage) for name, answer in story.answers.items()}
+    assert had == {
+        "cold": (0, 0, 0),
+        "device": (PAGES, 0, 0),
+        "host": (0, PAGES, 0),
+        "storage": (0, 0, PAGES),
+        "file: cold": (0, 0, 0),
+        "file: storage": (0, 0, PAGES),
+        "control": (0, 0, PAGES),
+    }
+
+
+def test_the_control_shows_that_wrong_kv_changes_the_answer(story: Story) -> None:
+    assert story.answers["control"].tokens != story.answers["cold"].tokens
+
+
+def test_nothing_was_reported_as_an_error(story: Story) -> None:
+    assert "Traceback" not in story.log
