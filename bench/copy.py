@@ -35,7 +35,7 @@ class Setting:
         arrays = np.ones((LAYERS * 2, TOKENS * row_bytes), dtype=np.uint8)
         start = np.uint64(arrays.ctypes.data)
         bases = start + np.arange(LAYERS * 2, dtype=np.uint64) * np.uint64(arrays.shape[1])
-        layout = PoolLayout(bases, row_bytes, page_size, num_pages, LAYERS)
+        layout = PoolLayout(bases, row_bytes * page_size, num_pages, LAYERS)
         stride = -(-layout.page_bytes // 4096) * 4096
         random = np.random.default_rng(1)
         return Setting(

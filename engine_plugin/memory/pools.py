@@ -76,8 +76,7 @@ class KVPool:
         bases = [side.data_ptr() for pair in zip(self.k, self.v, strict=True) for side in pair]
         return PoolLayout(
             bases=np.array(bases, np.uint64),
-            row_bytes=self.shape.row_bytes,
-            page_size=self.page_size,
+            chunk_bytes=self.page_size * self.shape.row_bytes,
             num_pages=self.num_pages,
             num_layers=self.shape.num_layers,
         )

@@ -76,6 +76,34 @@ class Transfer(ABC):
         """Let go of the memory. No copy may be running, and none may follow. Idempotent."""
 
 
+class PartTransfer(ABC):
+    """Copies between one rank's device pool and its part of the frames of a region that somebody else manages.
+
+    Calls block, release the GIL and may come from any thread.
+    """
+
+    @property
+    @abstractmethod
+    def page_bytes(self) -> int:
+        """Bytes of this rank's part of a page."""
+
+    @abstractmethod
+    def copy_out(self, pages: I32, frames: I32) -> None:
+        """Device pages [n] into frames [n], the bytes alone (W3 included): the region's manager has begun the frames
+        (W1) and ends them (W4). ValueError for pages or frames that do not exist; nothing is copied then."""
+
+    @abstractmethod
+    def load(self, pages: I32, frames: I32, generations: U64) -> Bools:
+        """Frames [n], at the generations [n] that the manager saw (R1), into device pages [n]: R2-R4.
+
+        bool[n]: the device page holds what the frame held; elsewhere its bytes are undefined. ValueError as above.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """As `Transfer.close`."""
+
+
 class RegionTransfer(Transfer):
     """CPU memory on both sides: native gather and scatter. `pool_owner` keeps the memory behind `pool` alive.
 
@@ -91,20 +119,18 @@ class RegionTransfer(Transfer):
         *,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        page_bytes = pool.num_layers * 2 * pool.page_size * pool.row_bytes
-        if page_bytes != region.frame_bytes:
-            raise ValueError(f"a page of the pool takes {page_bytes} bytes, a frame of the region {region.frame_bytes}")
-        self._pool = pool
-        self._pool_owner = pool_owner
+        if pool.page_bytes != region.frame_bytes:
+            raise ValueError(
+                f"a page of the pool takes {pool.page_bytes} bytes, a frame of the region {region.frame_bytes}"
+            )
+        self._copies = _PoolCopies(pool, pool_owner, region, 0)
         self._region = region
         self._wall_s = wall_s
-        # A copy that still runs when the region is closed must not lose its memory.
-        self._mapping: NDArray[np.uint8] | None = region.data()
 
     @property
     def num_layers(self) -> int:
         """Layers of a page."""
-        return self._pool.num_layers
+        return self._copies.pool.num_layers
 
     @property
     def page_bytes(self) -> int:
@@ -115,8 +141,7 @@ class RegionTransfer(Transfer):
         """All or nothing: the copy itself cannot fail page by page."""
         region = self._region
         region.begin_write(frames)
-        address, stride_bytes = region.data_address, region.stride_bytes
-        pool_to_frames(self._pool, pages, address, stride_bytes, frames, num_frames=region.num_frames)
+        self._copies.out(pages, frames)
         region.write_records(frames, keys, depths, last_use=int(self._wall_s()))
         region.commit(frames)
         return np.ones(len(frames), np.bool_)
@@ -128,13 +153,68 @@ class RegionTransfer(Transfer):
 
     def load_layer(self, pages: I32, frames: I32, generations: U64, layer: int) -> int:
         """Copy, then look at the generations again."""
-        region = self._region
-        address, stride_bytes = region.data_address, region.stride_bytes
-        frames_to_pool(self._pool, pages, address, stride_bytes, frames, layer, layer + 1, num_frames=region.num_frames)
-        return num_leading(region.validate(frames, generations))
+        return num_leading(self._copies.back(pages, frames, generations, layer, layer + 1))
 
     def close(self) -> None:
         """The region's memory goes with its last user."""
+        self._copies.close()
+
+
+class RegionPartTransfer(PartTransfer):
+    """CPU memory on both sides. This rank's part of a frame begins `offset_bytes` into it. The pages lie in `pool`,
+    which `pool_owner` keeps alive."""
+
+    def __init__(self, pool: PoolLayout, pool_owner: object, region: Region, offset_bytes: int) -> None:
+        if offset_bytes < 0 or offset_bytes + pool.page_bytes > region.frame_bytes:
+            raise ValueError(
+                f"{pool.page_bytes} bytes of a page, {offset_bytes} bytes into a frame, are not within its "
+                f"{region.frame_bytes} bytes"
+            )
+        self._copies = _PoolCopies(pool, pool_owner, region, offset_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of this rank's part of a page."""
+        return self._copies.pool.page_bytes
+
+    def copy_out(self, pages: I32, frames: I32) -> None:
+        """All layers, one native call."""
+        self._copies.out(pages, frames)
+
+    def load(self, pages: I32, frames: I32, generations: U64) -> Bools:
+        """All layers, one native call, then a look at the generations."""
+        return self._copies.back(pages, frames, generations, 0, self._copies.pool.num_layers)
+
+    def close(self) -> None:
+        """The region's memory goes with its last user."""
+        self._copies.close()
+
+
+class _PoolCopies:
+    """The native copies between `pool` and the frames of `region`, from `offset_bytes` on in each frame."""
+
+    def __init__(self, pool: PoolLayout, pool_owner: object, region: Region, offset_bytes: int) -> None:
+        self.pool = pool
+        self._pool_owner = pool_owner
+        self._region = region
+        self._offset_bytes = offset_bytes
+        # A copy that still runs when the region is closed must not lose its memory.
+        self._mapping: NDArray[np.uint8] | None = region.data()
+
+    def out(self, pages: I32, frames: I32) -> None:
+        region = self._region
+        address = region.data_address + self._offset_bytes
+        pool_to_frames(self.pool, pages, address, region.stride_bytes, frames, num_frames=region.num_frames)
+
+    def back(self, pages: I32, frames: I32, generations: U64, first_layer: int, end_layer: int) -> Bools:
+        region = self._region
+        address, stride_bytes = region.data_address + self._offset_bytes, region.stride_bytes
+        frames_to_pool(
+            self.pool, pages, address, stride_bytes, frames, first_layer, end_layer, num_frames=region.num_frames
+        )
+        return region.validate(frames, generations)
+
+    def close(self) -> None:
         self._mapping = None
 
 
@@ -179,7 +259,8 @@ class Completions:
         with self._lock:
             ended = list(self._ended)
             self._ended.clear()
-            os.eventfd_read(self._fd)
+            if self._fd >= 0:
+                os.eventfd_read(self._fd)
         return ended
 
     def fileno(self) -> int:

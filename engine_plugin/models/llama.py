@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 
 from engine_plugin.hicache.base import LayerGate
 from engine_plugin.memory.pools import KVPool, KVShape
+from engine_plugin.models.weights_digest import sampled_digest
 
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
-
-PIECE_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -96,16 +95,8 @@ class LlamaWeights:
 
 
 def weights_digest(config: LlamaConfig, tensors: Iterable[tuple[str, NDArray[np.uint8]]]) -> bytes:
-    """32 bytes naming a configuration and weights: of at most 4 KiB of each tensor, in 16 pieces from its first byte to
-    its last. tensors: (name with shape and type, bytes as stored), in a fixed order."""
-    digest = hashlib.sha256(config.digest())
-    for name, stored in tensors:
-        digest.update(f"{name} {len(stored)}\n".encode())
-        last = len(stored) - PIECE_BYTES
-        starts = range(0, len(stored), PIECE_BYTES) if last <= 15 * PIECE_BYTES else (i * last // 15 for i in range(16))
-        for start in starts:
-            digest.update(stored[start : start + PIECE_BYTES].tobytes())
-    return digest.digest()
+    """32 bytes naming a configuration and weights (see `sampled_digest`)."""
+    return sampled_digest(config.digest(), tensors)
 
 
 def rotary_tables(config: LlamaConfig) -> tuple[F32, F32]:

@@ -33,6 +33,7 @@ class CopyFailure(StrEnum):
     NO_REGION = "no_region"  # the worker could not map the region that the op names
     CACHE_OFF = "cache_off"  # the worker cannot use the engine's tensors; it said why at the start
     BAD_OP = "bad_op"  # blocks or frames that do not exist
+    SETTLED = "settled"  # its blocks were needed for something else before it had ended
     FAILED = "failed"  # the copy raised; logged with its trace
 
 

@@ -1,7 +1,8 @@
 """Copies between paged layer-first pools and page-first frames.
 
-A pool holds, for each layer, one K and one V array of `num_pages * page_size` token rows. A frame holds one page, all
-its layers: `[layer][K|V][token][row]`. The chunk of one (layer, K|V) is contiguous on both sides.
+A pool holds, for each layer, the same number of arrays (*runs*) of `num_pages` chunks: K and V apart, or both in one. A
+frame holds one page, all its layers: `[layer][run][chunk]`. A chunk is contiguous on both sides; what is in it is the
+engine's business.
 """
 
 from __future__ import annotations
@@ -18,34 +19,31 @@ from cachekernels.arrays import I32, U64
 class PoolLayout:
     """Where the pages of a pool lie.
 
-    bases: uint64[num_layers * 2], addresses of K of layer 0, V of layer 0, K of layer 1 ...; the caller keeps them
-    alive. row_bytes: one token of K (or of V). Raises ValueError when these do not fit together.
+    bases: uint64[num_layers * runs of a layer], addresses of the runs of layer 0, of layer 1 ...; the caller keeps
+    them alive. chunk_bytes: one page in one run; page p of a run starts at `base + p * chunk_bytes`. Raises ValueError
+    when these do not fit together.
     """
 
     bases: U64
-    row_bytes: int
-    page_size: int
+    chunk_bytes: int
     num_pages: int
     num_layers: int
 
     def __post_init__(self) -> None:
-        if self.bases.dtype != np.uint64 or self.bases.shape != (self.num_layers * 2,):
+        if self.chunk_bytes < 1 or self.num_pages < 0 or self.num_layers < 1:
             raise ValueError(
-                f"bases: expected uint64[{self.num_layers * 2}] for {self.num_layers} layers, "
+                f"chunk_bytes {self.chunk_bytes}, num_pages {self.num_pages}, num_layers {self.num_layers}"
+            )
+        if self.bases.dtype != np.uint64 or self.bases.ndim != 1 or len(self.bases) % self.num_layers:
+            raise ValueError(
+                f"bases: expected uint64[n * {self.num_layers}] for {self.num_layers} layers, "
                 f"got {self.bases.dtype}{list(self.bases.shape)}"
             )
-        if self.row_bytes < 1 or self.page_size < 1 or self.num_pages < 0:
-            raise ValueError(f"row_bytes {self.row_bytes}, page_size {self.page_size}, num_pages {self.num_pages}")
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one (layer, K|V) of one page."""
-        return self.page_size * self.row_bytes
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, all layers."""
-        return self.num_layers * 2 * self.chunk_bytes
+        return len(self.bases) * self.chunk_bytes
 
 
 def pool_to_frames(
@@ -69,8 +67,8 @@ def pool_to_frames(
     end = pool.num_layers if layer_end is None else layer_end
     _core.pool_to_frames(
         pool.bases,
-        pool.row_bytes,
-        pool.page_size,
+        pool.num_layers,
+        pool.chunk_bytes,
         pool.num_pages,
         pages,
         data_address,
@@ -97,8 +95,8 @@ def frames_to_pool(
     end = pool.num_layers if layer_end is None else layer_end
     _core.frames_to_pool(
         pool.bases,
-        pool.row_bytes,
-        pool.page_size,
+        pool.num_layers,
+        pool.chunk_bytes,
         pool.num_pages,
         pages,
         data_address,

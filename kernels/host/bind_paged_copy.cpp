@@ -31,15 +31,16 @@ void check_range(std::span<const int32_t> indices, size_t bound, const char* nam
 }
 
 template <Copy copy>
-void checked_copy(const Input<uint64_t>& base_addresses, size_t row_bytes, size_t page_size, size_t num_pages,
+void checked_copy(const Input<uint64_t>& base_addresses, size_t num_layers, size_t chunk_bytes, size_t num_pages,
                   const Input<int32_t>& page_indices, uint64_t data_address, size_t stride_bytes, size_t num_frames,
                   const Input<int32_t>& frame_indices, size_t layer_begin, size_t layer_end) {
     const auto bases = input_1d(base_addresses, "bases");
     const auto pages = input_1d(page_indices, "pages");
     const auto frames = input_1d(frame_indices, "frames", pages.size());
-    require(bases.size() % 2 == 0, "bases holds K and V of each layer, so an even number is expected, got " +
-                                       std::to_string(bases.size()));
-    const PagedPool pool{bases.data(), bases.size() / 2, row_bytes, page_size, num_pages};
+    require(num_layers && bases.size() % num_layers == 0,
+            "bases: expected the same number for each of " + std::to_string(num_layers) + " layers, got " +
+                std::to_string(bases.size()) + " in all");
+    const PagedPool pool{bases.data(), num_layers, bases.size() / num_layers, chunk_bytes, num_pages};
     require(layer_begin <= layer_end && layer_end <= pool.num_layers,
             "layers [" + std::to_string(layer_begin) + ", " + std::to_string(layer_end) + ") are not within [0, " +
                 std::to_string(pool.num_layers) + ")");
@@ -65,9 +66,9 @@ bool stream_copy_once(const std::string& name, uint64_t target, uint64_t source,
 }  // namespace
 
 void bind_paged_copy(nb::module_& m) {
-    m.def("pool_to_frames", &checked_copy<&pool_to_frames>, "bases"_a, "row_bytes"_a, "page_size"_a, "num_pages"_a,
+    m.def("pool_to_frames", &checked_copy<&pool_to_frames>, "bases"_a, "num_layers"_a, "chunk_bytes"_a, "num_pages"_a,
           "pages"_a, "data_address"_a, "stride_bytes"_a, "num_frames"_a, "frames"_a, "layer_begin"_a, "layer_end"_a);
-    m.def("frames_to_pool", &checked_copy<&frames_to_pool>, "bases"_a, "row_bytes"_a, "page_size"_a, "num_pages"_a,
+    m.def("frames_to_pool", &checked_copy<&frames_to_pool>, "bases"_a, "num_layers"_a, "chunk_bytes"_a, "num_pages"_a,
           "pages"_a, "data_address"_a, "stride_bytes"_a, "num_frames"_a, "frames"_a, "layer_begin"_a, "layer_end"_a);
     m.def("stream_copy_name", [] { return std::string(stream_copy_name()); });
     m.def("stream_copy", &stream_copy_once, "name"_a, "target"_a, "source"_a, "num_bytes"_a);

@@ -10,8 +10,8 @@ namespace {
 template <class Visit>
 void each_chunk(const PagedPool& pool, const Frames& place, LayerRange layers, const int32_t* pages,
                 const int32_t* frames, size_t count, Visit visit) {
-    const size_t chunk = pool.chunk_bytes();
-    const size_t first = layers.begin * 2, last = layers.end * 2;
+    const size_t chunk = pool.chunk_bytes;
+    const size_t first = layers.begin * pool.num_runs, last = layers.end * pool.num_runs;
     if (first == last) return;
     auto in_pool = [&](size_t page, size_t part) {
         return reinterpret_cast<uint8_t*>(pool.bases[part]) + static_cast<size_t>(pages[page]) * chunk;
@@ -36,7 +36,7 @@ void each_chunk(const PagedPool& pool, const Frames& place, LayerRange layers, c
 void pool_to_frames(const PagedPool& pool, const Frames& place, LayerRange layers, const int32_t* pages,
                     const int32_t* frames, size_t count) {
     const StreamCopy copy = stream_copy();
-    const size_t chunk = pool.chunk_bytes();
+    const size_t chunk = pool.chunk_bytes;
     each_chunk(pool, place, layers, pages, frames, count,
                [=](uint8_t* in_pool, uint8_t* in_frame, const uint8_t* next_in_pool, const uint8_t*) {
                    copy(in_frame, in_pool, chunk, next_in_pool);
@@ -47,7 +47,7 @@ void pool_to_frames(const PagedPool& pool, const Frames& place, LayerRange layer
 void frames_to_pool(const PagedPool& pool, const Frames& place, LayerRange layers, const int32_t* pages,
                     const int32_t* frames, size_t count) {
     const StreamCopy copy = stream_copy();
-    const size_t chunk = pool.chunk_bytes();
+    const size_t chunk = pool.chunk_bytes;
     each_chunk(pool, place, layers, pages, frames, count,
                [=](uint8_t* in_pool, uint8_t* in_frame, const uint8_t*, const uint8_t* next_in_frame) {
                    copy(in_pool, in_frame, chunk, next_in_frame);

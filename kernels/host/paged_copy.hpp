@@ -1,7 +1,8 @@
 // Copies between a paged, layer-first pool and page-first frames.
 //
-//   pool:  one array per (layer, K|V), [num_pages * page_size] rows of row_bytes; a page is page_size adjacent rows
-//   frame: [layer][K|V][token][row], so each (layer, K|V) is one contiguous chunk of page_size * row_bytes
+//   pool:  the same number of arrays ("runs") for each layer, each [num_pages] chunks of chunk_bytes: one for K and one
+//          for V in the reference engine, one in all where an engine keeps K and V of a block together
+//   frame: [layer][run][chunk]
 //
 // Both directions use streaming stores and fence before they return: what was copied is visible to any thread that
 // learns of it afterwards (rule W3 of the region protocol). Nothing is checked here; see bind_paged_copy.cpp.
@@ -12,14 +13,13 @@
 namespace cachesvc {
 
 struct PagedPool {
-    const uint64_t* bases;  // [num_layers * 2]: K of layer 0, V of layer 0, K of layer 1 ...
+    const uint64_t* bases;  // [num_layers * num_runs]: the runs of layer 0, those of layer 1 ...
     size_t num_layers;
-    size_t row_bytes;
-    size_t page_size;
+    size_t num_runs;  // of a layer
+    size_t chunk_bytes;
     size_t num_pages;
 
-    size_t chunk_bytes() const { return page_size * row_bytes; }
-    size_t page_bytes() const { return num_layers * 2 * chunk_bytes(); }
+    size_t page_bytes() const { return num_layers * num_runs * chunk_bytes; }
 };
 
 struct Frames {

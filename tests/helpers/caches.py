@@ -88,8 +88,7 @@ class ArrayPool:
         bases = [self.memory[layer, side].ctypes.data for layer in range(self.identity.num_layers) for side in (0, 1)]
         return PoolLayout(
             bases=np.array(bases, np.uint64),
-            row_bytes=self.memory.shape[-1] // self.identity.page_size,
-            page_size=self.identity.page_size,
+            chunk_bytes=self.memory.shape[-1],
             num_pages=self.num_pages,
             num_layers=self.identity.num_layers,
         )

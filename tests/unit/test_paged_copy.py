@@ -33,7 +33,7 @@ class Pool:
         raw = [torch.randint(0, 256, size, dtype=torch.uint8, generator=generator) for _ in range(num_layers * 2)]
         tensors = [item.view(dtype).view(num_pages * page_size, heads, dim) for item in raw]
         bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
-        return Pool(tensors, PoolLayout(bases, row_bytes, page_size, num_pages, num_layers))
+        return Pool(tensors, PoolLayout(bases, row_bytes * page_size, num_pages, num_layers))
 
     def page_bytes(self) -> NDArray[np.uint8]:
         """uint8[num_pages, 2 * num_layers, chunk]: what the frames of all pages must hold."""
@@ -114,6 +114,25 @@ def test_layer_ranges(seed: int, num_layers: int, page_size: int, row_bytes: int
     assert np.array_equal(other.page_bytes(), oracle)
 
 
+@pytest.mark.parametrize("num_runs", [1, 2, 3, 5])
+def test_any_number_of_runs_in_a_layer(num_runs: int) -> None:
+    """One run: an engine that keeps K and V of a block together."""
+    memory = np.random.default_rng(1).integers(0, 256, (3, num_runs, 7, 100), np.uint8)
+    bases = np.array([run.ctypes.data for layer in memory for run in layer], np.uint64)
+    layout = PoolLayout(bases, 100, 7, 3)
+    frames = Frames(7, layout.page_bytes)
+    pages, targets = random_pages(2, 7, 4), random_pages(3, 7, 4)
+    pool_to_frames(layout, pages, frames.address, frames.stride, targets)
+    expected = memory[:, :, pages].transpose(2, 0, 1, 3).reshape(4, -1)
+    assert np.array_equal(frames.data[targets, : layout.page_bytes], expected)
+    before = memory.copy()
+    memory[:] = UNTOUCHED
+    frames_to_pool(layout, pages, frames.address, frames.stride, targets, 1, 2)
+    assert np.array_equal(memory[1][:, pages], before[1][:, pages])
+    memory[1][:, pages] = UNTOUCHED
+    assert (memory == UNTOUCHED).all()
+
+
 @pytest.mark.parametrize("name", ["avx512", "avx2", "sse2", "portable"])
 def test_every_kind_of_store(name: str) -> None:
     """Each implementation this CPU has, at all alignments and around its loop bounds."""
@@ -179,7 +198,11 @@ class TestRefusals:
             pool_to_frames(self.pool.layout, pages, self.frames.address, self.frames.stride, self.one)
 
     def test_layout_that_does_not_fit_itself(self) -> None:
-        with pytest.raises(ValueError, match=r"expected uint64\[4\] for 2 layers"):
-            PoolLayout(np.zeros(3, np.uint64), 8, 1, 1, 2)
-        with pytest.raises(ValueError, match="page_size 0"):
-            PoolLayout(np.zeros(4, np.uint64), 8, 0, 1, 2)
+        with pytest.raises(ValueError, match=r"expected uint64\[n \* 2\] for 2 layers, got uint64\[3\]"):
+            PoolLayout(np.zeros(3, np.uint64), 8, 1, 2)
+        with pytest.raises(ValueError, match="chunk_bytes 0"):
+            PoolLayout(np.zeros(4, np.uint64), 0, 1, 2)
+
+    def test_runs_that_do_not_make_whole_layers(self) -> None:
+        with pytest.raises(ValueError, match="the same number for each of 3 layers, got 4 in all"):
+            _core.pool_to_frames(self.pool.layout.bases, 3, 16, 4, self.one, self.frames.address, 64, 4, self.one, 0, 1)
