@@ -137,8 +137,7 @@ def config_digest(vllm_config: Any) -> str:
 
 
 def layers_fingerprint(vllm_config: Any, layer_names: Sequence[str]) -> str:
-    """In a worker: how the attention of these layers lays out a block. The names are in it, in the order in which
-    a page holds them."""
+    """In a worker: how the attention of these layers lays out a block, and in which order a page holds them."""
     from vllm import __version__
 
     layers = vllm_config.compilation_config.static_forward_context

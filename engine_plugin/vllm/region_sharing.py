@@ -157,10 +157,15 @@ class SharedRegion(Generic[T]):
 
 def _check_peer(connection: socket.socket) -> None:
     """Whoever is at the other end is this user, or root. RegionUnavailable."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(packed)
+    uid = _uid_of_peer(connection)
     if uid not in (0, os.geteuid()):
         raise RegionUnavailable(f"the peer is user {uid}, this is user {os.geteuid()}")
+
+
+def _uid_of_peer(connection: socket.socket) -> int:
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(packed)[1]
+    return uid
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
