@@ -62,7 +62,6 @@ def why_unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
             parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1
         ),
         "its ranks are on several machines": parallel.nnodes > 1,
-        "KV scales are measured anew at every start": bool(cache.calculate_kv_scales),
         "its draft model has KV of its own": _has_draft_kv(vllm_config.speculative_config),
         f"KV dtype {cache.cache_dtype}": _kv_dtype(vllm_config) not in DTYPE_BYTES,
     }

@@ -60,7 +60,6 @@ def engine(model: Path | str = "random", **load: Any) -> Any:
             cache_dtype="auto",
             prefix_caching_hash_algo="sha256",
             enable_prefix_caching=True,
-            calculate_kv_scales=False,
         ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
@@ -224,7 +223,6 @@ class TestUnsupported:
         ("part", "field", "value", "why"),
         [
             ("cache_config", "enable_prefix_caching", False, "prefix caching is off"),
-            ("cache_config", "calculate_kv_scales", True, "scales are measured"),
             ("cache_config", "cache_dtype", "int4_per_token", "KV dtype int4_per_token"),
             ("model_config", "is_encoder_decoder", True, "encoder-decoder"),
             ("parallel_config", "decode_context_parallel_size", 2, "context parallel"),
