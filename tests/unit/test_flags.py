@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,9 @@ from engine_plugin.flags.command import ENGINES, command
 from engine_plugin.vllm.config import parse_config
 from storage_backends.registry import known_backends
 from tests.oracles.pages import HANG_S
+
+ROOT = Path(__file__).parents[2]
+BLOCK = r"```\n(cachesvc flags [^\n]+)\n```\n(?:```\n([^`]*)```)?"
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -102,6 +108,26 @@ def test_what_does_not_fit_is_one_line(arguments: list[str], reason: str, capsys
     told = capsys.readouterr()
     assert told.out == ""
     assert reason in told.err and told.err.count("\n") == 1 and "Traceback" not in told.err
+
+
+def documented() -> list[tuple[str, str]]:
+    """Every `cachesvc flags …` of the documentation, and what is shown behind it, if anything is."""
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/vllm.md")]
+    blocks = [found for text in texts for found in re.findall(BLOCK, text)]
+    inline = [(found, "") for text in texts for found in re.findall(r"`(cachesvc flags [^`]+)`", text)]
+    return blocks + inline
+
+
+@pytest.mark.parametrize(("line", "shown"), documented())
+def test_what_the_documentation_says(line: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, name, *arguments = shlex.split(line)
+    assert (program, name) == ("cachesvc", "flags")
+    text = told(capsys, *arguments)
+    assert not shown or shown == text
+
+
+def test_the_documentation_has_lines_to_try() -> None:
+    assert len(documented()) >= 4 and any(shown for _, shown in documented())
 
 
 def test_help_names_every_engine(capsys: pytest.CaptureFixture[str]) -> None:

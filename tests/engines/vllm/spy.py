@@ -5,8 +5,8 @@ hash of a block that is stored, the request those of the blocks that are loaded 
 whole but another one's. Checksums are of the engine's own tensors, all layers, taken where the copy begins (after the
 forward that computed the block) and where the load has ended (before anybody reads it), and appended to a file.
 
-`HARM`, a file beside them, says what is done to loaded blocks before that: `scale`, `swap` or `zero`. A test that claims
-to see a wrong page is given one.
+`HARM`, a file beside them, says what is done to loaded blocks before that: `scale`, `swap` or `zero`. A test that
+claims to see a wrong page is given one.
 
 Engines load it by `kv_connector_module_path`; the folder is named by the environment.
 """
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_plugin.vllm.connector import CachesvcConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from xxhash import xxh3_128_hexdigest
 
+from engine_plugin.vllm.connector import CachesvcConnector
 from engine_plugin.vllm.metadata import LoadOp
 from tests.engines.wheel import foreign_packages
 
@@ -82,6 +82,10 @@ class SpyingConnector(CachesvcConnector):
         self._hashes.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._file.close()
+
     def _hash_of(self, block: int) -> str:
         with_group = self._pool.blocks[block].block_hash
         return "none" if with_group is None else bytes(with_group)[:32].hex()
@@ -116,16 +120,16 @@ class SpyingConnector(CachesvcConnector):
             if op in self._loading:
                 load, hashes = self._loading.pop(op)
                 good = load.blocks[result.good].tolist()
-                self._do_harm(good)
-                self._record("loaded", good, hashes)
+                harm = self._do_harm(good)
+                self._record("loaded", good, hashes, harm=harm)
         return results
 
-    def _record(self, what: str, blocks: Iterable[int], hashes: Mapping[int, str]) -> None:
+    def _record(self, what: str, blocks: Iterable[int], hashes: Mapping[int, str], harm: str = "") -> None:
         for block in blocks:
             parts = [cache[block].contiguous().view(torch.uint8).numpy().tobytes() for cache in self._caches]
-            self._say(what=what, hash=hashes[block], digest=xxh3_128_hexdigest(b"".join(parts)))
+            self._say(what=what, hash=hashes[block], digest=xxh3_128_hexdigest(b"".join(parts)), harm=harm)
 
-    def _do_harm(self, blocks: list[int]) -> None:
+    def _do_harm(self, blocks: list[int]) -> str:
         kind = self._harm.read_text() if self._harm.exists() else ""
         for cache in self._caches if kind else ():
             if kind == "scale":
@@ -134,6 +138,7 @@ class SpyingConnector(CachesvcConnector):
                 cache[blocks[0]] = 0
             else:
                 cache[[blocks[0], blocks[1]]] = cache[[blocks[1], blocks[0]]]
+        return kind
 
     def _say(self, **what: object) -> None:
         self._file.write(json.dumps({"label": os.environ.get(LABEL, ""), **what}) + "\n")

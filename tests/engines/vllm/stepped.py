@@ -18,8 +18,11 @@ os.environ.update(settings.ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 from tests.engines.vllm.answers import Answer
+
+__all__ = ["LoRARequest", "SteppedEngine"]
 
 HANG_S = 120.0
 KV_BYTES = 16 * settings.MIB
@@ -49,6 +52,8 @@ class SteppedEngine:
         self._core: Any = self._engine.engine_core
         self._answers: dict[str, Answer] = {}
         self._next_id = 0
+        self._num_preemptions = 0
+        self._count_preemptions()
 
     def __enter__(self) -> Self:
         return self
@@ -135,10 +140,37 @@ class SteppedEngine:
 
     def status(self, request_id: str) -> str:
         """What the scheduler thinks of a request; `gone` after its end."""
-        for request in self.scheduler.requests.values():
-            if request.request_id.startswith(request_id):
-                return str(request.status.name)
-        return "gone"
+        request = self._request(request_id)
+        return "gone" if request is None else str(request.status.name)
+
+    def num_output_tokens(self, request_id: str) -> int:
+        """What a request has decoded so far."""
+        request = self._request(request_id)
+        return 0 if request is None else int(request.num_output_tokens)
+
+    def num_preemptions(self) -> int:
+        """So far."""
+        return self._num_preemptions
+
+    def _count_preemptions(self) -> None:
+        scheduler, preempt = self.scheduler, self.scheduler._preempt_request
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self._num_preemptions += 1
+            return preempt(*arguments, **named)
+
+        scheduler._preempt_request = counted
+
+    def _request(self, request_id: str) -> Any:
+        """vLLM adds random letters to an id."""
+        found = self.scheduler.requests.values()
+        return next((one for one in found if one.request_id.startswith(f"{request_id}-")), None)
+
+    def check(self) -> None:
+        """The connector's frames: each in exactly one state, none locked by a request that is gone."""
+        core = self.connector._half._core
+        assert core is not None, "the cache is off"
+        core.check()
 
     def forget_device(self) -> None:
         """The prefixes on the device; those below stay. Fails while anything holds a block."""

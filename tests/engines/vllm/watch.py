@@ -13,15 +13,17 @@ HARMS = ("scale", "swap", "zero")
 
 @dataclass
 class Seen:
-    """By label and block hash: the checksums of what was stored; and every load, in no order."""
+    """By label and block hash: the checksums of what was stored; and every load as (label, hash, checksum). `harmed`:
+    those that were spoiled on purpose."""
 
     stored: dict[tuple[str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
     loaded: list[tuple[str, str, str]] = field(default_factory=list)
+    harmed: list[tuple[str, str, str]] = field(default_factory=list)
     foreign: list[dict[str, str]] = field(default_factory=list)
 
-    def wrong(self) -> list[tuple[str, str, str]]:
+    def wrong_among(self, loads: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
         """Loads of bytes that nobody stored for these tokens."""
-        return [one for one in self.loaded if one[2] not in self.stored.get(one[:2], ())]
+        return [one for one in loads if one[2] not in self.stored.get(one[:2], ())]
 
 
 class Watch:
@@ -38,7 +40,7 @@ class Watch:
     def seen(self) -> Seen:
         """Everything so far."""
         seen = Seen()
-        for path in self.folder.glob("*.jsonl"):
+        for path in sorted(self.folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns):
             for line in path.read_text().splitlines():
                 self._take(seen, json.loads(line))
         return seen
@@ -48,7 +50,8 @@ class Watch:
         seen = self.seen()
         assert not any(seen.foreign), seen.foreign
         assert len(seen.loaded) >= at_least_loaded, f"{len(seen.loaded)} blocks were loaded"
-        assert not seen.wrong(), f"{len(seen.wrong())} of {len(seen.loaded)} loaded blocks are not what was stored"
+        wrong = seen.wrong_among(seen.loaded)
+        assert not wrong, f"{len(wrong)} of {len(seen.loaded)} loaded blocks are not what was stored"
         return seen
 
     def harm(self, kind: str | None) -> None:
@@ -65,4 +68,5 @@ class Watch:
         elif record["what"] == "stored":
             seen.stored[record["label"], record["hash"]].add(record["digest"])
         else:
-            seen.loaded.append((record["label"], record["hash"], record["digest"]))
+            loads = seen.harmed if record["harm"] else seen.loaded
+            loads.append((record["label"], record["hash"], record["digest"]))

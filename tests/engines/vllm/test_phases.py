@@ -1,0 +1,157 @@
+"""A request that is given up, in each phase of its life: nobody else notices, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from engine_plugin.memory.transfer import RegionPartTransfer
+from tests.engines.vllm.answers import FP32_TOLERANCE, Answer, assert_same
+from tests.engines.vllm.conftest import on
+from tests.engines.vllm.prompts import random_tokens
+from tests.engines.vllm.settings import BLOCK_SIZE, MIB
+from tests.engines.vllm.stepped import SteppedEngine
+from tests.engines.vllm.watch import Watch
+from tests.helpers.caches import Gate
+from tests.helpers.daemon import DaemonProcess, Home
+
+PREFIX_BLOCKS = 6
+KV_BYTES = 3 * MIB
+"""Room for about sixty blocks: requests that grow push each other out."""
+
+
+@pytest.fixture(scope="module")
+def engine(home: Home, daemon: DaemonProcess, watch: Watch) -> Iterator[SteppedEngine]:
+    os.environ.update(watch.environment("tiny"))
+    with SteppedEngine(on(home), kv_cache_memory_bytes=KV_BYTES) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(engine: SteppedEngine, watch: Watch) -> Iterator[None]:
+    yield
+    engine.settle()
+    assert not engine.scheduler.requests
+    engine.check()
+    engine.forget_device()
+    watch.check()
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Gate]:
+    """`gated("load")`: copies of that kind stand still, on the copying thread, until the gate is opened."""
+
+    def hold(name: str) -> Gate:
+        gate, copy = Gate(), getattr(RegionPartTransfer, name)
+
+        def held(*arguments: object) -> object:
+            gate.pass_through()
+            return copy(*arguments)
+
+        monkeypatch.setattr(RegionPartTransfer, name, held)
+        return gate
+
+    return hold
+
+
+def remembered(engine: SteppedEngine, seed: int) -> tuple[list[int], Answer]:
+    """A prompt that host memory has and the device has not, and its answer."""
+    prompt = random_tokens(seed, PREFIX_BLOCKS * BLOCK_SIZE + 5)
+    answer = engine.ask(prompt)
+    engine.forget_device()
+    return prompt, answer
+
+
+def expect(engine: SteppedEngine, prompt: list[int], answer: Answer) -> None:
+    again = engine.ask(prompt)
+    assert again.cached_tokens == PREFIX_BLOCKS * BLOCK_SIZE
+    assert_same(again, answer, FP32_TOLERANCE)
+
+
+def test_before_its_first_step(engine: SteppedEngine) -> None:
+    prompt, answer = remembered(engine, 1)
+    engine.abort(engine.add(prompt))
+    expect(engine, prompt, answer)
+
+
+def test_while_its_prefix_is_being_loaded(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
+    """Its blocks are the copying thread's until that is done; then they are free."""
+    prompt, answer = remembered(engine, 2)
+    gate = gated("load")
+    request = engine.add(prompt)
+    engine.step_until(gate.arrived.is_set)
+    assert engine.status(request) == "WAITING_FOR_REMOTE_KVS"
+    engine.abort(request)
+    engine.step()
+    assert engine.held_blocks() >= PREFIX_BLOCKS, "blocks that are being written are not free"
+    gate.opened.set()
+    engine.settle()
+    expect(engine, prompt, answer)
+
+
+def test_another_one_waits_for_the_load_of_the_one_that_goes(
+    engine: SteppedEngine, gated: Callable[[str], Gate]
+) -> None:
+    prompt, answer = remembered(engine, 3)
+    gate = gated("load")
+    first = engine.add(prompt)
+    engine.step_until(gate.arrived.is_set)
+    second = engine.add(prompt)
+    engine.step()
+    engine.abort(first)
+    gate.opened.set()
+    [got] = engine.finish(second)
+    assert_same(got, answer, FP32_TOLERANCE)
+
+
+def test_others_compute_while_one_loads(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
+    prompt, answer = remembered(engine, 4)
+    gate = gated("load")
+    loading = engine.add(prompt)
+    engine.step_until(gate.arrived.is_set)
+    other = engine.ask(random_tokens(40, 50), 8)
+    assert len(other.token_ids) == 8
+    assert engine.status(loading) == "WAITING_FOR_REMOTE_KVS"
+    gate.opened.set()
+    [got] = engine.finish(loading)
+    assert_same(got, answer, FP32_TOLERANCE)
+
+
+def test_in_prefill_and_in_decode(engine: SteppedEngine) -> None:
+    prompt, answer = remembered(engine, 5)
+    request = engine.add([*prompt, *random_tokens(50, 100)], 200)
+    engine.step_until(lambda: engine.status(request) == "RUNNING")
+    engine.abort(request)
+    request = engine.add([*prompt, *random_tokens(51, 10)], 200)
+    engine.step_until(lambda: engine.num_output_tokens(request) >= 40)
+    engine.abort(request)
+    engine.settle()
+    engine.forget_device()
+    expect(engine, prompt, answer)
+
+
+def test_while_its_blocks_are_being_stored(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
+    """The request ends, its blocks are used by others, and only then the copy goes on: what it read is not kept."""
+    gate = gated("copy_out")
+    prompt = random_tokens(6, PREFIX_BLOCKS * BLOCK_SIZE + 5)
+    answer = engine.ask(prompt)
+    assert gate.arrived.is_set()
+    fill = [engine.add(random_tokens(60 + index, 8 * BLOCK_SIZE)) for index in range(8)]
+    engine.finish(*fill)
+    gate.opened.set()
+    engine.settle()
+    engine.forget_device()
+    assert_same(engine.ask(prompt), answer, FP32_TOLERANCE)
+
+
+def test_a_full_device_preempts_and_everyone_gets_their_answer(engine: SteppedEngine) -> None:
+    prompts = [random_tokens(70 + index, 4 * BLOCK_SIZE + index) for index in range(12)]
+    alone = [engine.ask(prompt, 100) for prompt in prompts]
+    engine.forget_device()
+    before = engine.num_preemptions()
+    together = engine.finish(*[engine.add(prompt, 100) for prompt in prompts])
+    assert engine.num_preemptions() > before, "the pool is too large for this test"
+    for one, other in zip(together, alone, strict=True):
+        assert_same(one, other, FP32_TOLERANCE)
