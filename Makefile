@@ -19,7 +19,7 @@ ENGINE_PATCH := $(wildcard requirements/$(ENGINE)_patch.py)
 NATIVE := CMakeLists.txt kernels/CMakeLists.txt $(wildcard kernels/host/*) $(wildcard kernels/third_party/*/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build check format test test-engines engine soak bench demo proto clean
+.PHONY: help setup build check format test test-engines engine soak bench bench-engines demo proto clean
 
 help:
 	@echo "make demo     a real model serves agent sessions that do not fit the device pool: without tiers, with, after a restart"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-engines ENGINE=vllm   the plug-in on the real engine, in an environment of its own (3.5 GB, made once)"
 	@echo "make soak     a node and its engines killed and stopped a thousand times (ARGS='--rounds 5000 --seed 7')"
 	@echo "make bench    all figures      (ONLY='radix.*', JSON=out.json, ROUNDS=7)"
+	@echo "make bench-engines ENGINE=vllm  the figures of that engine, in its environment (ONLY, JSON, ROUNDS)"
 	@echo "make check    ruff, mypy, import-linter, generated code"
 	@echo "make setup    the environment in $(VENV); make build: the native core after a change; make proto: cachesvc/rpc"
 
@@ -85,7 +86,7 @@ $(ENGINE_ENV)/.ready: requirements/$(ENGINE).txt $(ENGINE_PATCH)
 	touch $@
 
 # Our wheel as a user gets it, never editable; its needs must agree with the frozen set. The folder `suite` is where tests
-# run: it shows them the tests and nothing else of the tree, so that only the wheel can answer for our packages.
+# run: it shows them tests and figures and nothing else of the tree, so that only the wheel can answer for our packages.
 engine: $(VENV)/.built $(ENGINE_ENV)/.ready
 	$(PY) -m tests.engines.checkpoint $(ENGINES)/models
 	rm -rf $(ENGINES)/dist
@@ -94,7 +95,7 @@ engine: $(VENV)/.built $(ENGINE_ENV)/.ready
 	$(ENGINE_PY) -m pip install --quiet --constraint requirements/$(ENGINE).txt \
 	  --requirement requirements/engine-tests.txt "$$(ls $(CURDIR)/$(ENGINES)/dist/*.whl)[server]"
 	mkdir -p $(ENGINE_ENV)/suite
-	ln -sfn $(CURDIR)/tests $(ENGINE_ENV)/suite/tests
+	ln -sfn $(CURDIR)/tests $(CURDIR)/bench $(ENGINE_ENV)/suite/
 
 test-engines: engine
 	cd $(ENGINE_ENV)/suite && ../bin/python -m pytest -c tests/engines/pytest.ini --rootdir . tests/engines/$(ENGINE) $(ARGS)
@@ -104,6 +105,10 @@ soak: $(VENV)/.built
 
 bench: $(VENV)/.built
 	$(PY) -m bench 'ONLY=$(ONLY)' 'JSON=$(JSON)' 'ROUNDS=$(ROUNDS)'
+
+bench-engines: engine
+	cd $(ENGINE_ENV)/suite && ../bin/python -m tests.engines.$(ENGINE).figures \
+	  'ONLY=$(ONLY)' 'JSON=$(if $(JSON),$(abspath $(JSON)))' 'ROUNDS=$(ROUNDS)'
 
 demo: $(VENV)/.built
 	$(VENV)/bin/cachesvc demo $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from engine_plugin.sglang.storage import CachesvcStorage
 
 
