@@ -52,6 +52,8 @@ class AttachResult(StrEnum):
     REFUSED_MALFORMED = "refused_malformed"  # the first message was not understood, or did not come in time
     REFUSED_FAILED = "refused_failed"  # the node's own code raised; logged with its trace
     REFUSED_CONNECTIONS = "refused_connections"  # too many are open
+    REFUSED_DESCRIPTORS = "refused_descriptors"  # the node may open too few more; to be tried again
+    REFUSED_REGION = "refused_region"  # the offered memory is not the engine's to offer: the node manages it itself
 
 
 class Reject(StrEnum):
@@ -108,11 +110,21 @@ class RegionSource(StrEnum):
 
 
 class RegionDrop(StrEnum):
-    """Why the node gave up a region that it kept for the successor of its engine."""
+    """Why the node gave up a region whose engine is not there."""
 
     EXPIRED = "expired"  # nobody came for it in time
     MEMORY = "memory"  # a new region needed the memory
+    DESCRIPTORS = "descriptors"  # a new session needed the file descriptors
+    DESCRIPTORS_LOST = "descriptors_lost"  # the same, and the engine may live: it has the region still, and offers it
     NODE_CLOSED = "node_closed"
+
+
+class Unfit(StrEnum):
+    """Why an engine did not get the region that was kept for its group. It serves as a source of copies for as long as
+    it is kept."""
+
+    NUM_FRAMES = "num_frames"  # it has another number of frames
+    IDENTITY = "identity"  # its pages are another model's, or laid out in another way
 
 
 class Unpromoted(StrEnum):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from cachesvc.daemon.desk import ChannelCounters, ChannelOptions, Desk
 from cachesvc.daemon.engine_sessions import EngineOpener
 from cachesvc.daemon.handshake import Handshake, refuse_at_once
 from cachesvc.daemon.port import SessionOpener
+from cachesvc.daemon.sockets import file_at, listen
 from cachesvc.daemon.store_sessions import StoreOpener
 from cachesvc.node.node import Node
 from cachesvc.outcomes import AttachResult
@@ -29,8 +29,6 @@ from cachesvc.rpc import common_pb2
 
 logger = logging.getLogger(__name__)
 
-MAX_PATH_BYTES = 107
-_BACKLOG = 1024
 _ACCEPTS_PER_TURN = 64
 _ACCEPT_AGAIN_S = 0.5
 _FLUSH_S = 0.1  # for last words, when the grace is over
@@ -59,6 +57,7 @@ class ChannelDoor:
         self._desk: Desk | None = None
         self._kept_open: list[int] = []
         self._listener: socket.socket | None = None
+        self._bound_as: tuple[int, int] | None = None
         node.registry.gauge("cachesvc_channel_connections", "Sessions of the local channel", self._num_connections)
 
     async def start(self) -> None:
@@ -76,22 +75,49 @@ class ChannelDoor:
                 **self._openers,
             },
             self._node.boot_id,
+            self._node.options.resume_wait_s,
             ThreadPoolExecutor(options.attach_threads, "cachesvc-attach"),
             ThreadPoolExecutor(options.aside_threads, "cachesvc-aside"),
         )
         if self.path is not None:
-            self._listener = _listen(self.path)
-            self._desk.loop.add_reader(self._listener.fileno(), self._accept)
+            self._begin_to_listen(self.path)
+
+    def is_bound(self) -> bool:
+        """Whether who connects to the path comes here."""
+        return self.path is not None and self._bound_as is not None and file_at(self.path) == self._bound_as
+
+    def rebind(self) -> None:
+        """Listens at the path again, where nothing is any more. Whoever has connected before is served. OSError: the
+        path cannot be bound; nothing has changed then."""
+        before = self._listener
+        if self.path is None or before is None:
+            raise OSError("this channel does not listen")
+        self._accept()
+        self._begin_to_listen(self.path)
+        self._running().loop.remove_reader(before.fileno())
+        before.close()
+
+    def _begin_to_listen(self, path: Path) -> None:
+        self._listener = listen(path)
+        self._bound_as = file_at(path)
+        self._running().loop.add_reader(self._listener.fileno(), self._accept)
 
     def adopt(self, sock: socket.socket) -> None:
         """Serves a connected socket whose other end is a client's; takes it over."""
         desk = self._running()
         if len(desk.connections) + len(desk.handshakes) >= desk.options.max_connections:
-            self._counters.attaches.inc(1, AttachResult.REFUSED_CONNECTIONS)
             message = f"{desk.options.max_connections} connections are open, which is the limit"
-            refuse_at_once(sock, AttachResult.REFUSED_CONNECTIONS, message)
-            return
-        Handshake(sock, desk)
+            self._turn_away(sock, AttachResult.REFUSED_CONNECTIONS, message)
+        elif self._node.descriptors.are_few(sock.fileno()):
+            message = "the node may open too few more file descriptors (ulimit -n); try again later"
+            self._turn_away(sock, AttachResult.REFUSED_DESCRIPTORS, message)
+        else:
+            Handshake(sock, desk)
+
+    def _turn_away(self, sock: socket.socket, result: AttachResult, message: str) -> None:
+        self._counters.attaches.inc(1, result)
+        self._running().refusals.note("a client", result, message)
+        refuse_at_once(sock, result, message)
 
     async def stop(self, grace_s: float) -> int:
         """Listens to nobody any more, lets ops end for `grace_s`, tells the clients and closes.
@@ -170,20 +196,5 @@ class ChannelDoor:
         self._running().loop.remove_reader(self._listener.fileno())
         self._listener.close()
         self._listener = None
-        self.path.unlink(missing_ok=True)
-
-
-def _listen(path: Path) -> socket.socket:
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise OSError(f"{path} is longer than the {MAX_PATH_BYTES} bytes a Unix socket's path may have")
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.setblocking(False)
-        listener.bind(os.fspath(path))
-        path.chmod(0o600)  # before anybody can connect
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+        if self.is_bound():
+            self.path.unlink(missing_ok=True)

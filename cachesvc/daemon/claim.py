@@ -5,6 +5,10 @@ releases it whatever way the daemon ends. Its text says who holds it and where t
 remove a socket that lies there: nobody serves it. The lock file goes with its holder; whoever locked a file that has
 lost its name meanwhile tries again.
 
+Somebody may remove socket, lock file or folder under a daemon that lives. Then nobody finds it, and the next daemon
+takes the path for free. `SocketWatch` sees it and has the claim renewed: by the same rules, so that whoever came
+meanwhile keeps the path. What is at the path is removed by its holder only.
+
     SocketTaken (RuntimeError)   a daemon holds the path; the message has its pid
 """
 
@@ -18,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cachesvc.client.connect import is_private_folder
-from cachesvc.daemon.channel import MAX_PATH_BYTES
+from cachesvc.daemon.sockets import check_length
 from cachesvc.rpc.codec import versions
 
 
@@ -42,42 +46,48 @@ class Claim:
         self.socket_path = socket_path
         self._lock_path = lock_path(socket_path)
         self._lock_fd = lock_fd
+        self._info = RunInfo(os.getpid(), versions().software)
 
     @classmethod
     def take(cls, socket_path: Path) -> Claim:
         """Claims the path and removes a socket that a dead daemon left there. Makes the folder (0700) where there is
         none. SocketTaken; OSError: the path is too long, the folder cannot be used or is open to others, or no socket
         lies there but something else."""
-        if len(os.fsencode(socket_path)) > MAX_PATH_BYTES:
-            raise OSError(f"{socket_path} is longer than the {MAX_PATH_BYTES} bytes a Unix socket's path may have")
-        socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not is_private_folder(socket_path.parent):
-            raise OSError(
-                f"{socket_path.parent} can be written by others, so that engines would trust no socket there; "
-                "choose a folder of your own"
-            )
-        lock_fd = _locked(socket_path)
-        try:
-            _remove_stale(socket_path)
-        except OSError:
-            lock_path(socket_path).unlink()
-            os.close(lock_fd)
-            raise
-        claim = cls(socket_path, lock_fd)
-        claim.announce(RunInfo(os.getpid(), versions().software))
+        claim = cls(socket_path, _claimed(socket_path))
+        claim.announce(claim._info)
         return claim
+
+    def is_held(self) -> bool:
+        """Whether others find this claim: its file has not been removed or replaced."""
+        try:
+            return os.path.samestat(os.fstat(self._lock_fd), os.stat(self._lock_path))
+        except OSError:
+            return False
+
+    def renew(self) -> None:
+        """Makes the path free to be bound again: takes the claim anew where its file is gone, and removes what lies at
+        the path. Raises like `take`; nothing has changed then."""
+        if self.is_held():
+            _remove_stale(self.socket_path)
+            return
+        lock_fd = _claimed(self.socket_path)
+        os.close(self._lock_fd)
+        self._lock_fd = lock_fd
+        self.announce(self._info)
 
     def announce(self, info: RunInfo) -> None:
         """Writes what `read_run_info` gives to others."""
+        self._info = info
         text = json.dumps(asdict(info)).encode() + b"\n"
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, text, 0)
 
     def release(self) -> None:
-        """Removes the socket, then the lock. Idempotent."""
+        """Removes the socket, then the lock, unless they are another daemon's by now. Idempotent."""
         if self._lock_fd >= 0:
-            self.socket_path.unlink(missing_ok=True)
-            self._lock_path.unlink(missing_ok=True)
+            if self.is_held():
+                self.socket_path.unlink(missing_ok=True)
+                self._lock_path.unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -94,6 +104,25 @@ def read_run_info(socket_path: Path) -> RunInfo | None:
         return RunInfo(**json.loads(lock_path(socket_path).read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def _claimed(socket_path: Path) -> int:
+    """The locked file, with nothing at the path."""
+    check_length(socket_path)
+    socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private_folder(socket_path.parent):
+        raise OSError(
+            f"{socket_path.parent} can be written by others, so that engines would trust no socket there; "
+            "choose a folder of your own"
+        )
+    lock_fd = _locked(socket_path)
+    try:
+        _remove_stale(socket_path)
+    except OSError:
+        lock_path(socket_path).unlink()
+        os.close(lock_fd)
+        raise
+    return lock_fd
 
 
 def _locked(socket_path: Path) -> int:

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cachesvc.daemon.port import SessionOpener
 from cachesvc.node.node import Node
-from cachesvc.outcomes import Reject
+from cachesvc.outcomes import AttachResult, Reject
 
 if TYPE_CHECKING:
     from cachesvc.daemon.connection import Connection
     from cachesvc.daemon.handshake import Handshake
+
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 1.0
+
+
+class RefusalLog:
+    """A line in the log for each client that was not let in; of a flood with the same result one a second, which says
+    how many others it stands for."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last_s: dict[AttachResult, float] = {}
+        self._num_unsaid: Counter[AttachResult] = Counter()
+
+    def note(self, who: str, result: AttachResult, message: str) -> None:
+        """`who` was refused."""
+        now = self._now()
+        if now - self._last_s.get(result, -LOG_EVERY_S) < LOG_EVERY_S:
+            self._num_unsaid[result] += 1
+            return
+        self._last_s[result] = now
+        others = self._num_unsaid.pop(result, 0)
+        more = f" (and {others} more since the last such line)" if others else ""
+        logger.warning("refused %s: %s: %s%s", who, result, message, more)
 
 
 @dataclass(frozen=True)
@@ -55,7 +84,9 @@ class Desk:
     counters: ChannelCounters
     openers: Mapping[str, SessionOpener]
     boot_id: bytes
+    busy_wait_s: float  # how long an attach waits for somebody else who has its region
     attaches: ThreadPoolExecutor
     asides: ThreadPoolExecutor
+    refusals: RefusalLog = field(default_factory=RefusalLog)
     connections: set[Connection] = field(default_factory=set)
     handshakes: set[Handshake] = field(default_factory=set)

@@ -36,8 +36,8 @@ class EngineOpener(SessionOpener):
         offer = _offered(hello.attach, fds)
         try:
             request = codec.attach_request(hello.attach, self._node.boot_id, offer)
-            session = self._node.attach(request, peer=peer)
-            has_own = offer is not None and offer.region_id == session.region.region_id
+            session = self._node.attach(request, peer=peer, waits=False)
+            has_own = offer is not None and offer.files == session.region.files
         finally:
             if offer is not None:
                 offer.close()

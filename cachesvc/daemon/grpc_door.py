@@ -22,6 +22,9 @@ from cachesvc.daemon.claim import Claim
 from cachesvc.daemon.grpc_answers import Answers, Methods
 from cachesvc.daemon.grpc_store import StorePool, StoreService
 from cachesvc.daemon.health import Health
+from cachesvc.daemon.socket_watch import SocketWatch
+from cachesvc.daemon.sockets import file_at
+from cachesvc.metrics import Registry
 from cachesvc.node.node import Node
 from cachesvc.outcomes import Reject
 from cachesvc.rpc import channel_pb2, codec, common_pb2, service_pb2
@@ -42,33 +45,40 @@ class GrpcDoor:
         self.address = address
         self._status = status
         self._health = health.HealthServicer()
-        self._server = grpc.server(
-            ThreadPoolExecutor(NUM_THREADS, "cachesvc-grpc"),
-            maximum_concurrent_rpcs=MAX_CALLS,
-            options=[
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", max_message_bytes),
-                ("grpc.so_reuseport", 0),  # else a second daemon would share the port silently
-            ],
-        )
-        answers = Answers(node.registry)
         self._stores = StorePool(store_address)
-        methods = (
+        self._max_message_bytes = max_message_bytes
+        answers = Answers(node.registry)
+        self._methods = (
             NodeService(node, status).methods(answers),
             StoreService(self._stores, max_message_bytes).methods(answers),
         )
-        for name, handlers in zip(SERVICES, methods, strict=True):
-            handler = grpc.method_handlers_generic_handler(name, handlers)
-            self._server.add_generic_rpc_handlers((handler,))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        self._claim = self._bind()
+        self._server = self._new_server()
+        self._claim, self._watch = self._bind(node.registry)
         self.update()
         self._server.start()
 
+    def _new_server(self) -> grpc.Server:
+        server = grpc.server(
+            ThreadPoolExecutor(NUM_THREADS, "cachesvc-grpc"),
+            maximum_concurrent_rpcs=MAX_CALLS,
+            options=[
+                ("grpc.max_receive_message_length", self._max_message_bytes),
+                ("grpc.max_send_message_length", self._max_message_bytes),
+                ("grpc.so_reuseport", 0),  # else a second daemon would share the port silently
+            ],
+        )
+        for name, handlers in zip(SERVICES, self._methods, strict=True):
+            handler = grpc.method_handlers_generic_handler(name, handlers)
+            server.add_generic_rpc_handlers((handler,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        return server
+
     def update(self) -> None:
         """To be called now and then."""
+        if self._watch is not None:
+            self._watch.look()
         serving = health_pb2.HealthCheckResponse.ServingStatus
         state = serving.SERVING if self._status.readiness().is_ready else serving.NOT_SERVING
         for name in ("", *SERVICES):
@@ -82,21 +92,39 @@ class GrpcDoor:
         if self._claim is not None:
             self._claim.release()
 
-    def _bind(self) -> Claim | None:
-        """The claim on the Unix socket, where the address is one."""
+    def _bind(self, registry: Registry) -> tuple[Claim | None, SocketWatch | None]:
+        """The claim on the Unix socket and what looks after it, where the address is one."""
         if not self.address.startswith("unix://"):
             self._listen()
-            return None
+            return None, None
         claim = Claim.take(Path(self.address.removeprefix("unix://")))
-        before = os.umask(0o177)  # the socket is its owner's from its first moment
         try:
-            self._listen()
+            self._listen_alone(claim.socket_path)
         except OSError:
             claim.release()
             raise
+        watch = SocketWatch("grpc", claim, self._is_bound, lambda: self._rebind(claim.socket_path), registry)
+        self._status.add(lambda: watch.trouble)
+        return claim, watch
+
+    def _listen_alone(self, path: Path) -> None:
+        before = os.umask(0o177)  # the socket is its owner's from its first moment
+        try:
+            self._listen()
         finally:
             os.umask(before)
-        return claim
+        self._bound_as = path, file_at(path)
+
+    def _is_bound(self) -> bool:
+        path, bound_as = self._bound_as
+        return bound_as is not None and file_at(path) == bound_as
+
+    def _rebind(self, path: Path) -> None:
+        """A new server: gRPC binds before it starts, and removes the path of the one that ends."""
+        self._server.stop(STOP_S).wait(2 * STOP_S)
+        self._server = self._new_server()
+        self._listen_alone(path)
+        self._server.start()
 
     def _listen(self) -> None:
         try:

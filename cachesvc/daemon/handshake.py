@@ -3,7 +3,8 @@
 DESIGN. Descriptors travel as SCM_RIGHTS, which event-loop transports drop without a word; so everything up to the
 Welcome happens on the raw, non-blocking socket, and the transport is made afterwards. No byte beyond the hello is read
 here. A client that stops in the middle costs one task until its time is over, and no thread; only opening a session,
-which clears memory, takes one of a bounded number of threads.
+which clears memory, takes one of a bounded number of threads. An attach that has to wait for somebody else (ops that
+still run on its region, a lock) waits in its task and asks again: the threads are for those who can get on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cachesvc.client.base import AttachRefused
 from cachesvc.daemon.connection import Connection
 from cachesvc.daemon.desk import Desk
 from cachesvc.daemon.port import Opened, SessionOpener
+from cachesvc.node.hand_over import StillBusy
 from cachesvc.outcomes import AttachResult, Reject
 from cachesvc.printable import printable
 from cachesvc.rpc import channel_pb2, codec, common_pb2
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 MAX_FDS = 2  # of a region
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST_NAME = 200
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.2
+"""Between two tries of an attach that has to wait for somebody else."""
 SHORTAGES = {
     errno.EMFILE: "file descriptors (raise its limit: ulimit -n)",
     errno.ENFILE: "file descriptors of the whole machine",
@@ -48,6 +52,7 @@ class Handshake:
     def __init__(self, sock: socket.socket, desk: Desk) -> None:
         self._sock = sock
         self._desk = desk
+        self._who = "a client"
         self._fds: list[int] = []
         self._peer = _pidfd(sock)
         self._is_handed_over = False
@@ -68,6 +73,7 @@ class Handshake:
         except OSError:
             pass  # the client has gone
         except AttachRefused as refused:  # counted by the node, or by `_refuse`
+            self._desk.refusals.note(self._who, refused.result, str(refused))
             self._send(self._refused(refused.result, str(refused)))
 
     def _clean_up(self, _: asyncio.Task[None]) -> None:
@@ -84,7 +90,8 @@ class Handshake:
         try:
             async with asyncio.timeout(self._desk.options.hello_timeout_s):
                 hello = await self._hello()
-            mismatch = codec.version_mismatch(hello.versions, printable(hello.client[:_LONGEST_NAME]) or "the client")
+            self._who = printable(hello.client[:_LONGEST_NAME]) or self._who
+            mismatch = codec.version_mismatch(hello.versions, self._who)
             if mismatch:
                 self._refuse(AttachResult.REFUSED_VERSION, mismatch)
             want = hello.WhichOneof("want")
@@ -129,6 +136,17 @@ class Handshake:
             self._desk.loop.remove_reader(self._sock.fileno())
 
     async def _open(self, opener: SessionOpener, hello: channel_pb2.Hello) -> Opened:
+        deadline_s, pause_s = self._desk.loop.time() + self._desk.busy_wait_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._try_to_open(opener, hello)
+            except StillBusy as busy:
+                if self._desk.loop.time() >= deadline_s:
+                    self._refuse(busy.result, str(busy))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _try_to_open(self, opener: SessionOpener, hello: channel_pb2.Hello) -> Opened:
         opening = self._desk.loop.run_in_executor(self._desk.attaches, opener.open, hello, tuple(self._fds), self._peer)
         try:
             return await asyncio.shield(opening)
@@ -163,7 +181,6 @@ class Handshake:
         return channel_pb2.Welcome(boot_id=self._desk.boot_id, versions=codec.versions(), pid=os.getpid())
 
     def _refuse(self, result: AttachResult, message: str) -> NoReturn:
-        logger.warning("refused a client: %s (%s)", message, result)
         self._desk.counters.attaches.inc(1, result)
         raise AttachRefused(message, result)
 

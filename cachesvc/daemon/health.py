@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachesvc.clock import Clock
@@ -44,6 +45,11 @@ class Health:
         self._node = node
         self._heartbeat = heartbeat
         self._is_stopping = False
+        self._troubles: list[Callable[[], str]] = []
+
+    def add(self, trouble: Callable[[], str]) -> None:
+        """`trouble` says why nobody is to be sent here, empty where there is no reason. It must not block."""
+        self._troubles.append(trouble)
 
     def stopping(self) -> None:
         """From now on nobody is to be sent here."""
@@ -59,6 +65,7 @@ class Health:
         health = self._node.health()
         trouble = self.trouble()
         stopping = "the daemon is stopping" if self._is_stopping else ""
-        reasons = (*health.reasons, *filter(None, (trouble, stopping)))
-        is_ready = health.is_ready and not trouble and not stopping
+        others = list(filter(None, (trouble, stopping, *(ask() for ask in self._troubles))))
+        reasons = (*health.reasons, *others)
+        is_ready = health.is_ready and not others
         return Readiness(is_ready, reasons, self._node.report().tiers)

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cachekernels.system_memory import available_memory
 
+from cachesvc.node.descriptors import SESSION, Descriptors
 from cachesvc.node.tiers import Tier
 from storage_backends.base import Room
 from storage_backends.bounds import UNLIMITED
 
 SCAN_WAIT_S = 2.0
 """How long a start waits for a scan that may find what a tier holds already, and so needs less than its cap."""
+DOORS = 32
+"""Descriptors that listeners, event loops, gRPC and a few people at the admin door take."""
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -51,6 +55,29 @@ def size(num_bytes: int) -> str:
 def cap_of(capacity_bytes: int, bounded_by: str) -> str:
     """The limit of a tier: a size, what bounds it instead, or that nothing does."""
     return size(capacity_bytes) if capacity_bytes else bounded_by or UNLIMITED
+
+
+def check_proc(proc: Path = Path("/proc")) -> None:
+    """DoesNotFit: there is no /proc. Without it nobody can tell how much memory is left, and a region cannot be held: a
+    lock that proves who lives needs the memory opened anew, and a memfd has no other name."""
+    if not (proc / "self" / "fd").is_dir():
+        raise DoesNotFit(
+            f"{proc} is not mounted: regions cannot be held and memory not be measured without it; mount it "
+            f"(mount -t proc proc {proc})"
+        )
+
+
+def connections_that_fit(wanted: int, descriptors: Descriptors) -> tuple[int, str]:
+    """How many connections the file descriptors allow, and a line of the summary. DoesNotFit: not even one."""
+    num_fitting = descriptors.room_for(wanted, SESSION, DOORS)
+    limit, num_open = descriptors.limit(), descriptors.count_open()
+    numbers = f"have {limit - num_open - DOORS} of {limit} (ulimit -n), reserve {descriptors.reserve}"
+    if num_fitting < 1:
+        raise DoesNotFit(
+            f"channel.max_connections: file descriptors: need {SESSION} for one, {numbers}; raise ulimit -n"
+        )
+    line = f"files    {wanted} connections: need {wanted * SESSION}, {numbers}"
+    return num_fitting, line if num_fitting == wanted else f"{line}; only {num_fitting} are let in"
 
 
 def memory_room() -> Room:

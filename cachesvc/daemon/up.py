@@ -31,9 +31,12 @@ from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.claim import Claim, RunInfo
 from cachesvc.daemon.desk import ChannelOptions
 from cachesvc.daemon.health import Health, Heartbeat
+from cachesvc.daemon.socket_watch import SocketWatch
 from cachesvc.daemon.summary import (
     Demand,
     check_demands,
+    check_proc,
+    connections_that_fit,
     describe_tiers,
     describe_total,
     memory_room,
@@ -41,6 +44,7 @@ from cachesvc.daemon.summary import (
     tier_demand,
 )
 from cachesvc.daemon.tiers import open_tiers
+from cachesvc.node.descriptors import Descriptors
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.rpc.codec import versions
@@ -63,7 +67,9 @@ MARGIN_S = 5.0
 class Daemon:
     """A node and its doors. Made by `compose`; `start` and `stop` in one event loop, `stop` once."""
 
-    def __init__(self, config: Config, node: Node, summary: list[str], open_grpc: GrpcOpener | None) -> None:
+    def __init__(
+        self, config: Config, node: Node, summary: list[str], open_grpc: GrpcOpener | None, max_connections: int
+    ) -> None:
         self.node = node
         self.summary = summary
         self._config = config
@@ -73,9 +79,10 @@ class Daemon:
         self._housekeeping_errors = node.registry.counter(
             "cachesvc_housekeeping_errors_total", "Rounds of the daemon's housekeeping that raised"
         )
-        options = ChannelOptions(max_connections=config.channel.max_connections)
+        options = ChannelOptions(max_connections=max_connections)
         self._channel = ChannelDoor(node, socket_path(config), options=options)
         self._is_channel_open = False
+        self._socket_watch: SocketWatch | None = None
         self._admin: AdminDoor | None = None
         self._open_grpc = open_grpc
         self._grpc: GrpcDoor | None = None
@@ -91,14 +98,18 @@ class Daemon:
         """Where the admin door is; empty where it is closed."""
         return "" if self._admin is None else self._admin.url
 
-    async def start(self) -> None:
-        """Opens the doors. OSError: one of them cannot be opened; `stop` is still to be called."""
+    async def start(self, claim: Claim) -> None:
+        """Opens the doors, the channel at the path of `claim`. OSError: one of them cannot be opened; `stop` is still
+        to be called."""
         admin = self._config.admin
         self._beating = asyncio.create_task(self._beat())
         bound = _bound(admin) if admin.enabled else None
         # Engines first: after a restart they wait for it, while what serves people takes half a second to load.
         await self._channel.start()
         self._is_channel_open = True
+        watch = SocketWatch("channel", claim, self._channel.is_bound, self._channel.rebind, self.node.registry)
+        self._health.add(lambda: watch.trouble)
+        self._socket_watch = watch
         if bound is not None:
             self._admin = await asyncio.to_thread(self._open_admin, bound)
         if self._open_grpc is not None:
@@ -115,6 +126,7 @@ class Daemon:
         """Drains within `drain_s`, closes everything. Returns how many accepted pages were not stored."""
         deadline_s, unsaved_before = time.monotonic() + drain_s, self._num_unsaved()
         self._health.stopping()
+        self._socket_watch = None
         if self._is_channel_open:
             await self._channel.stop(drain_s)
         await asyncio.to_thread(self.node.close, max(0.0, deadline_s - time.monotonic()))
@@ -134,6 +146,8 @@ class Daemon:
         while True:
             self._heartbeat.beat()
             try:
+                if self._socket_watch is not None:
+                    self._socket_watch.look()
                 await asyncio.to_thread(self._keep_house)
             except Exception:
                 log.exception("housekeeping raised; it is tried again")
@@ -211,6 +225,7 @@ def compose(config: Config) -> Daemon:
 
     ConfigError, DoesNotFit, OSError: with a line for the operator; nothing is left open then.
     """
+    check_proc()
     open_grpc = grpc_opener(config)
     with ExitStack() as undo:
         tiers = open_tiers(config.tier)
@@ -221,16 +236,18 @@ def compose(config: Config) -> Daemon:
         demands = [tier_demand(capacity_key(config, index), tier) for index, tier in enumerate(tiers)]
         known = [managed, *(demand for demand in demands if demand is not None)]
         check_demands(known)
+        max_connections, files = connections_that_fit(config.channel.max_connections, Descriptors())
         summary = [
             f"memory   regions, as engines attach: have {size(room.have_bytes)} ({room.source}), "
             f"reserve {size(room.reserve_bytes)}",
             f"memory   {managed.describe()}",
+            files,
             *describe_tiers(tiers, demands),
             *describe_total(known),
         ]
         node = Node(tiers, options=node_options(config))
         undo.pop_all()
-    return Daemon(config, node, summary, open_grpc)
+    return Daemon(config, node, summary, open_grpc, max_connections)
 
 
 def capacity_key(config: Config, index: int) -> str:
@@ -257,7 +274,7 @@ def node_options(config: Config) -> NodeOptions:
 async def serve(daemon: Daemon, claim: Claim, drain_s: float, stop: asyncio.Event, at_once: asyncio.Event) -> int:
     """From open doors to closed ones: runs until `stop`. Returns the exit status. `at_once` ends the waiting."""
     try:
-        await daemon.start()
+        await daemon.start(claim)
         claim.announce(RunInfo(os.getpid(), versions().software, daemon.admin_url))
         print("\n".join([*daemon.summary, *_doors(daemon, claim), "ready"]), flush=True)
         gc.freeze()  # modules and the rest stay; a look for garbage in all of it would hold up calls for tens of ms

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
+from cachekernels.region import Region
+
 from cachesvc.client.base import AttachRefused, AttachRequest
 from cachesvc.identity import Identity
 from cachesvc.node.sessions import Session
@@ -65,10 +67,10 @@ class Roster:
                 AttachResult.REFUSED_IDENTITY,
             )
 
-    def check_region(self, region_id: bytes) -> None:
+    def check_region(self, region: Region) -> None:
         """AttachRefused: a session has that region, or still touches it."""
         for session in (*self, *self.leaving()):
-            if session.region.region_id == region_id:
+            if session.region.files == region.files:
                 raise AttachRefused(
                     f"the region has been attached as session {session.session_id} meanwhile", AttachResult.REFUSED_BUSY
                 )

@@ -18,6 +18,7 @@ from cachesvc.outcomes import (
     RegionSource,
     TierError,
     Undemoted,
+    Unfit,
     Unpromoted,
     Unsaved,
     Verb,
@@ -45,8 +46,16 @@ class NodeCounters:
         )
         self.regions_dropped = counter(
             "cachesvc_regions_dropped_total",
-            "Kept regions that no successor came for, by why they went",
+            "Regions of engines that are not there which the node gave up, by why",
             reason=names(list(RegionDrop)),
+        )
+        self.regions_unfit = counter(
+            "cachesvc_kept_regions_unfit_total",
+            "Attaches that could not take over the region kept for their group",
+            reason=names(list(Unfit)),
+        )
+        self.regions_allocated_bytes = counter(
+            "cachesvc_regions_allocated_bytes_total", "Memory that offered regions lacked and were given"
         )
         self.sessions_lost = counter("cachesvc_sessions_lost_total", "Sessions whose connection broke")
         self.engines_dead = counter("cachesvc_engines_dead_total", "Lost engines that were proven dead")

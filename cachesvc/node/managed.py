@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from cachekernels.region import Region
 
 from cachesvc.client.base import AttachRefused
+from cachesvc.node.descriptors import OPENING, SESSION
 from cachesvc.node.frame_table import FrameState
+from cachesvc.node.hand_over import HandOver
 from cachesvc.node.parts import Parts
 from cachesvc.node.sessions import NO_PEER
 from cachesvc.node.slabs import Slab
@@ -28,17 +30,20 @@ ALIGNMENT = 4096
 FRAME_STATES = (*(state.name.lower() for state in FrameState), "lent", "held")
 MAX_NAME_BYTES = 256
 MAX_FRAMES = 2**31 - 1
+NO_GROUP = ""
+"""Of engines: no region is kept for a store's client."""
 
 
 class ManagedMemory:
     """All slabs of a node. Thread-safe."""
 
-    def __init__(self, parts: Parts, new_region: Callable[[int, int], Region], ids: Iterator[int]) -> None:
-        """`new_region`: memory for so many frames of so many bytes; AttachRefused."""
+    def __init__(self, parts: Parts, hand_over: HandOver, ids: Iterator[int]) -> None:
+        """`hand_over`: where memory and descriptors come from."""
         self._parts = parts
-        self._new_region = new_region
+        self._hand_over = hand_over
         self._ids = ids
         self._slabs: dict[tuple[str, int], Slab] = {}  # the longest unused first
+        self._ending: list[Slab] = []
         self._sessions: dict[int, StoreSession] = {}
         self._making = threading.Lock()
         self._is_closing = False
@@ -49,6 +54,7 @@ class ManagedMemory:
         meant, or too little memory (need and have are named)."""
         try:
             check_request(request)
+            self._hand_over.ensure_descriptors(SESSION + OPENING, NO_GROUP)
             session = self._open(request, peer)
         except AttachRefused as refused:
             self._parts.counters.attaches.inc(1, refused.result)
@@ -84,6 +90,11 @@ class ManagedMemory:
         """Those there are."""
         with self._parts.state:
             return list(self._slabs.values())
+
+    def regions(self) -> list[Region]:
+        """Memory of all slabs, those included that have ended and are still touched."""
+        with self._parts.state:
+            return [slab.region for slab in (*self._slabs.values(), *self._ending)]
 
     def close(self) -> None:
         """Ends all sessions and slabs. Idempotent."""
@@ -137,7 +148,7 @@ class ManagedMemory:
                     return self._join(slab, request, peer)
                 num_frames, stride_bytes = slab_shape(request)
                 self._make_room(request.tenant, num_frames * stride_bytes)
-            region = self._new_region(num_frames, request.page_bytes)
+            region = self._hand_over.new_region(num_frames, request.page_bytes)
             with self._parts.state:
                 self._check_open()
                 slab = Slab(next(self._ids), self._parts, region, request.tenant)
@@ -199,6 +210,7 @@ class ManagedMemory:
     def _drop(self, slab: Slab) -> None:
         del self._slabs[slab.tenant, slab.region.frame_bytes]
         slab.end(OpEnd.DETACHED)
+        self._ending = [one for one in (*self._ending, slab) if not one.is_released]
 
 
 def check_request(request: StoreRequest) -> None:

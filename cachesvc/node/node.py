@@ -23,9 +23,10 @@ from cachesvc.node.audit import Audit
 from cachesvc.node.backup import BackupOp
 from cachesvc.node.counters import NodeCounters
 from cachesvc.node.demotion import Demotions
+from cachesvc.node.descriptors import OPENING, SESSION, Descriptors
 from cachesvc.node.events import Event
 from cachesvc.node.flights import Flights
-from cachesvc.node.hand_over import HandOver
+from cachesvc.node.hand_over import HandOver, StillBusy
 from cachesvc.node.kept import KeptRegions
 from cachesvc.node.lookup import ProbeOp, num_known
 from cachesvc.node.managed import ManagedMemory
@@ -68,8 +69,10 @@ class Node:
         options: NodeOptions | None = None,
         clock: Clock | None = None,
         manual: bool = False,
+        descriptors: Descriptors | None = None,
     ) -> None:
-        """`manual`: no threads; `run_one` does the work. For tests that decide the order of everything."""
+        """`manual`: no threads; `run_one` does the work. For tests that decide the order of everything. `descriptors`:
+        default: this process's."""
         self.boot_id = os.urandom(16)  # sessions of another node are none of this one's
         self.registry = Registry()
         self.options = options or NodeOptions()
@@ -99,9 +102,10 @@ class Node:
             clock=self._clock,
             options=self.options,
         )
-        self._hand_over = HandOver(self._parts, self._roster)
-        self.managed = ManagedMemory(self._parts, self._hand_over.new_region, self._ids)
-        self._hand_over.add_spare(self.managed.drop_unused)
+        self.descriptors = descriptors or Descriptors()
+        self._hand_over = HandOver(self._parts, self._roster, self.descriptors)
+        self.managed = ManagedMemory(self._parts, self._hand_over, self._ids)
+        self._hand_over.share_with(self.managed.drop_unused, self.managed.regions)
         self._audit = Audit(self._parts, self._roster, self.managed)
         self._add_gauges()
 
@@ -110,12 +114,15 @@ class Node:
         """The node's counters, for whoever counts along."""
         return self._counters
 
-    def attach(self, request: AttachRequest, *, peer: int = NO_PEER) -> Session:
+    def attach(self, request: AttachRequest, *, peer: int = NO_PEER, waits: bool = True) -> Session:
         """Opens a session with a region of its own: a new one, or one with a past (see `AttachRequest`). Blocks while
         memory is cleared or a directory is read, and for ops of the session before. `peer`: a pidfd of the engine's
-        process; it stays the caller's. AttachRefused: see its message."""
+        process; it stays the caller's. AttachRefused: see its message. Without `waits`, StillBusy instead of waiting
+        for anybody: it is not counted, as the caller asks again."""
         try:
-            session = self._attach(request, peer)
+            session = self._attach(request, peer, waits)
+        except StillBusy:
+            raise
         except AttachRefused as refused:
             self._counters.attaches.inc(1, refused.result)
             raise
@@ -234,6 +241,7 @@ class Node:
         nothing leaks while the node is idle. Twice a second is often enough. One thread at a time."""
         self._hand_over.prove_deaths()
         self._hand_over.drop_expired()
+        self._hand_over.lock_kept()
         self.managed.tick()
         self._audit.run()
 
@@ -297,13 +305,14 @@ class Node:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _attach(self, request: AttachRequest, peer: int) -> Session:
+    def _attach(self, request: AttachRequest, peer: int, waits: bool) -> Session:
         check_geometry(request)
         self._hand_over.prove_deaths()
+        self._hand_over.ensure_descriptors(SESSION + OPENING, request.group)
         with self._parts.state:
             self._check_attach(request)
         warning = why_off(request)
-        grant = self._hand_over.create_unmanaged(request) if warning else self._hand_over.grant(request)
+        grant = self._hand_over.create_unmanaged(request) if warning else self._hand_over.grant(request, waits=waits)
         try:
             return self._enter(request, grant, warning, peer)
         except AttachRefused:
@@ -314,7 +323,7 @@ class Node:
         with self._parts.state:
             # Once more: the memory took its time, and somebody else may have attached meanwhile.
             self._check_attach(request)
-            self._roster.check_region(grant.region.region_id)
+            self._roster.check_region(grant.region)
             own_peer = peer if peer == NO_PEER else os.dup(peer)
             session = Session(next(self._ids), request, self._parts, grant, warning, own_peer)
             self._roster.enter(session)

@@ -35,7 +35,8 @@ class SessionReport:
 
 @dataclass(frozen=True)
 class RegionReport:
-    """One region. `manager` says who decides what its frames hold; `page_bytes` is the size of its memory pages."""
+    """One region. `manager` says who decides what its frames hold; `page_bytes` is the size of its memory pages;
+    `is_locked`: the node keeps it from being swapped out."""
 
     region_id: str
     manager: str
@@ -45,6 +46,7 @@ class RegionReport:
     page_bytes: int
     lent_frames: int
     quarantined_frames: int
+    is_locked: bool
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def _region(region: Region, manager: str, session: FrameSession | None) -> Regio
         page_bytes=region.page_bytes,
         lent_frames=lent - quarantined,
         quarantined_frames=quarantined,
+        is_locked=region.is_locked,
     )
 
 

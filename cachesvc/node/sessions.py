@@ -160,6 +160,7 @@ class Session(FrameSession):
         self.peer = peer
         self.was_held = False  # the engine's lock has been seen
         self.is_lost = False
+        self._keeps_region = True
         self.dead_since_s: float | None = None
 
     @property
@@ -188,5 +189,13 @@ class Session(FrameSession):
             self.peer = NO_PEER
         super().release()
 
+    def end_without_region(self) -> None:
+        """The session, lost and idle, ends; its region is nobody's here any more, and its engine's if it lives."""
+        self._keeps_region = False
+        self.end(OpEnd.LOST)
+
     def let_go(self) -> None:
-        self.parts.kept.keep(self.region, self.slot, self.claim)
+        if self._keeps_region:
+            self.parts.kept.keep(self.region, self.slot, self.claim)
+        else:
+            super().let_go()

@@ -46,6 +46,7 @@ __all__ = [
 _HUGE_PAGE_BYTES = 2 << 20
 _SMALL_PAGE_BYTES = 4096
 _RECORD_BYTES = 64
+_BLOCK_BYTES = 512  # in which a file's blocks are counted, whatever its file system
 
 
 class RegionError(RuntimeError):
@@ -106,6 +107,10 @@ class Region:
         self.num_frames: int = core.num_frames
         self.frame_bytes: int = core.frame_bytes
         self.stride_bytes: int = core.stride_bytes  # frame_bytes rounded up to 4096
+        self.is_locked = False  # in memory, by `lock_memory`
+        # The two files that are its memory, as device and inode. Whoever has the memory can write any `region_id` into
+        # it, and cannot change these.
+        self.files = frozenset(_file_of(fd) for fd in (core.data_fd, core.directory_fd))
 
     @classmethod
     def create(
@@ -253,12 +258,36 @@ class Region:
         """How many frames are readable, odd, never written: one pass over the directory, 64 bytes a frame."""
         return FrameCounts(*self.core.count_frames())
 
-    def hold(self, side: Side) -> None:
+    def hold(self, side: Side, *, patience_s: float = 1.0) -> None:
         """Shows every other process that this one is a living `side` of the region: the engine before it touches a
         frame, the node before it lends one. Ends with the mapping (close, last view gone) or with the process, and
-        not in a forked child before that. Idempotent. OSError: somebody keeps an exclusive lock on the memory.
+        not in a forked child before that. Idempotent. OSError: somebody keeps an exclusive lock on the memory for
+        `patience_s`, or the process has no /proc, without which a memfd cannot be opened anew.
         """
-        self.core.hold(side)
+        try:
+            self.core.hold(side, round(patience_s * 1000))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(error.errno, "a region cannot be held where /proc is not mounted") from error
+
+    def lock_memory(self) -> None:
+        """Keeps the region from being swapped out as long as this handle maps it. Blocks for as long as it takes to
+        map what was not mapped. Idempotent. OSError: the process may not lock so much (RLIMIT_MEMLOCK)."""
+        self.core.lock_memory()
+        self.is_locked = True
+
+    def missing_bytes(self) -> int:
+        """Memory that was promised and not allocated, holes included: its first use may fail, or take it from others.
+        0 for a region from `create`."""
+        return sum(_missing_bytes(fd) for fd in (self.data_fd, self.directory_fd))
+
+    def allocate(self, *, reserve_bytes: int | None = None) -> None:
+        """Gives the region the memory that it lacks; what is there stays as it is. Blocks while it is cleared.
+
+        Raises RegionTooLarge, OSError: it is not there.
+        """
+        _refuse_too_large(self.missing_bytes(), reserve_bytes)
+        for fd in (self.data_fd, self.directory_fd):
+            os.posix_fallocate(fd, 0, os.fstat(fd).st_size)
 
     def is_held(self, side: Side) -> bool:
         """Whether some process, this one included, holds the region for `side`. False proves that nobody of that side
@@ -295,6 +324,16 @@ def copy_frames(
     source_core, target_core = source.core, target.core
     target.begin_write(target_frames)
     return _core.copy_open_frames(source_core, source_frames, generations, target_core, target_frames, keys, depths)
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def _missing_bytes(fd: int) -> int:
+    status = os.fstat(fd)
+    return max(0, status.st_size - status.st_blocks * _BLOCK_BYTES)
 
 
 def _refuse_too_large(need_bytes: int, reserve_bytes: int | None) -> None:

@@ -235,7 +235,9 @@ void bind_region(nb::module_& m) {
              nb::arg("keys"), nb::arg("depths"), nb::arg("last_use"))
         .def("records", &records_py)
         .def("count_frames", &count_frames_py)
-        .def("hold", &Region::hold, nb::arg("side"), nb::call_guard<nb::gil_scoped_release>())
+        .def("hold", &Region::hold, nb::arg("side"), nb::arg("patience_ms"),
+             nb::call_guard<nb::gil_scoped_release>())
+        .def("lock_memory", &Region::lock_memory, nb::call_guard<nb::gil_scoped_release>())
         .def("is_held", &Region::is_held, nb::arg("side"), nb::call_guard<nb::gil_scoped_release>())
         .def("touch", &touch_py, nb::arg("frames"), nb::arg("last_use"));
     m.def("copy_open_frames", &copy_open_frames_py, nb::arg("source"), nb::arg("source_frames"), nb::arg("generations"),

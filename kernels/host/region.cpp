@@ -121,10 +121,9 @@ UniqueFd reopen(int fd) {
 }
 
 // Never blocks for good: whoever asks is_held() has an exclusive lock for an instant, and a client could keep one.
-void lock_shared(int fd) {
-    constexpr int max_tries = 1000;
-    for (int i = 0; flock(fd, LOCK_SH | LOCK_NB) != 0; ++i) {
-        if (errno != EWOULDBLOCK || i == max_tries) throw_errno("locking a memfd of a region");
+void lock_shared(int fd, unsigned patience_ms) {
+    for (unsigned i = 0; flock(fd, LOCK_SH | LOCK_NB) != 0; ++i) {
+        if (errno != EWOULDBLOCK || i == patience_ms) throw_errno("locking a memfd of a region");
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
 }
@@ -217,15 +216,21 @@ Region::Region(const RegionHeader& header, UniqueFd data_fd, UniqueFd directory_
       directory_(directory_fd_.get(), RegionShape{header.num_frames, header.frame_bytes}.directory_bytes()),
       records_(reinterpret_cast<FrameRecord*>(directory_.data() + header_bytes)) {}
 
-void Region::hold(Side side) {
+void Region::hold(Side side, unsigned patience_ms) {
     const std::lock_guard lock(holding_);
     Mapping& held = holds_[static_cast<int>(side)];
     if (held.data() != nullptr) return;
     const UniqueFd own = reopen(side == Side::engine ? data_fd() : directory_fd());
-    lock_shared(own.get());
+    lock_shared(own.get(), patience_ms);
     struct stat status;
     if (fstat(own.get(), &status) != 0) throw_errno("fstat of a memfd");
     held = Mapping(own.get(), static_cast<size_t>(status.st_blksize), PROT_NONE);
+}
+
+void Region::lock_memory() const {
+    for (const Mapping* mapping : {&data_, &directory_}) {
+        if (mlock(mapping->data(), mapping->bytes()) != 0) throw_errno("locking the memory of a region");
+    }
 }
 
 bool Region::is_held(Side side) const {

@@ -111,8 +111,11 @@ public:
     FrameRecord& record(int32_t frame) const { return records_[frame]; }
 
     // Holds the region for `side` until this object goes; idempotent. Throws std::system_error: EWOULDBLOCK when
-    // somebody keeps an exclusive lock on that memfd for a second. Any thread.
-    void hold(Side side);
+    // somebody keeps an exclusive lock on that memfd for longer than `patience_ms`. Any thread.
+    void hold(Side side, unsigned patience_ms);
+    // Keeps all of its memory from being swapped out for as long as this object maps it; idempotent. Throws
+    // std::system_error: EPERM, ENOMEM or EAGAIN where the process may not lock so much. Any thread.
+    void lock_memory() const;
     // Whether any process holds the region for `side`, this one included. May say true for a moment while somebody else
     // asks, never false while it is held. Any thread.
     bool is_held(Side side) const;

@@ -197,6 +197,22 @@ def test_the_socket_is_its_owners_and_goes_with_the_daemon(home, daemon, channel
     assert os.listdir(socket.parent) == []
 
 
+@pytest.mark.timeout(60)
+def test_sockets_that_were_removed_under_the_daemon_are_there_again(home, daemon):
+    """The engines' and gRPC's; who comes after is served."""
+    for name in os.listdir(home.socket.parent):
+        home.socket.with_name(name).unlink()
+    bound_again = {f"cachesvc_{door}_rebinds_total 1.0" for door in ("channel", "grpc")}
+    while not bound_again <= set(daemon.client.get("/metrics").text.splitlines()):
+        pass
+    Engine(home, "engine-1").client.detach()
+    with grpc.insecure_channel(f"unix://{home.socket.with_name('grpc.sock')}") as channel:
+        service_pb2_grpc.NodeStub(channel).GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S)
+    assert stat.S_IMODE(home.socket.with_name("grpc.sock").stat().st_mode) == 0o600
+    assert home.run("status").returncode == 0
+    assert daemon.client.get("/readyz").json()["reasons"] == []
+
+
 def test_a_second_daemon_takes_neither_socket_nor_port(home, daemon):
     ended = home.run(
         "up", "--admin.port", "0", "--socket", "x.sock", "--grpc.address", f"unix://{home.socket.parent}/grpc.sock"

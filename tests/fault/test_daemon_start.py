@@ -9,15 +9,19 @@ import threading
 
 import pytest
 
+from cachesvc.client.base import AttachRefused
 from cachesvc.commands.up import command as up_command
 from cachesvc.config.model import ConfigError, TierConfig
 from cachesvc.daemon import tiers as daemon_tiers
+from cachesvc.daemon.summary import DoesNotFit, check_proc
 from cachesvc.daemon.tiers import open_tiers
+from cachesvc.outcomes import AttachResult
 from storage_backends.base import Outcome, outcomes
 from storage_backends.errors import StorageUnavailable
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.registry import open_backend
 from tests.helpers.daemon import DaemonProcess, Home
+from tests.helpers.engine import Engine
 
 
 @pytest.fixture
@@ -93,6 +97,38 @@ CASES = {
     "a socket path that is too long": (["--socket", "/tmp/" + "x" * 120], 1, ["x" * 120, "107"]),
     "a socket in a folder that cannot be": (["--socket", "/proc/no/node.sock"], 1, ["/proc/no"]),
 }
+
+
+@pytest.mark.parametrize("limit", [24, 64])
+def test_too_few_descriptors_end_the_start(home, limit):
+    ended = home.run("up", "--admin.port", "0", max_descriptors=limit)
+    assert ended.returncode == 1
+    line = ended.stderr.splitlines()[-1]
+    for word in ("cachesvc up: error: ", "descriptors", "ulimit -n"):
+        assert word in line, line
+    assert not home.socket.parent.exists() or not os.listdir(home.socket.parent)
+
+
+def test_as_many_engines_as_the_descriptors_allow(home):
+    """The next one is refused with the reason, and the daemon goes on."""
+    with DaemonProcess(home, "--channel.max-connections", "500", max_descriptors=160) as daemon:
+        assert any("500 connections: need 3500, have " in line and "are let in" in line for line in daemon.output)
+        engines = []
+        with pytest.raises(AttachRefused) as refused:
+            while len(engines) < 100:
+                engines.append(Engine(home, f"engine-{len(engines)}"))
+        assert refused.value.result in (AttachResult.REFUSED_CONNECTIONS, AttachResult.REFUSED_DESCRIPTORS)
+        assert len(engines) >= 3
+        assert daemon.client.get("/readyz").status_code == 200
+        for engine in engines:
+            engine.client.counters()
+            engine.client.detach()
+        Engine(home, "after").client.detach()
+
+
+def test_without_proc_the_start_says_so(tmp_path):
+    with pytest.raises(DoesNotFit, match=r"is not mounted: regions cannot be held .*mount -t proc"):
+        check_proc(tmp_path)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -38,10 +38,10 @@ class Home:
             **more,
         }
 
-    def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, max_descriptors: int | None = None, **more: str) -> subprocess.CompletedProcess[str]:
         """`cachesvc ARGUMENTS` to its end."""
         return subprocess.run(
-            [*COMMAND, *arguments],
+            limited([*COMMAND, *arguments], max_descriptors),
             cwd=self.path,
             env=self.environment(**more),
             stdin=subprocess.DEVNULL,
@@ -55,10 +55,19 @@ class Home:
         shutil.rmtree(self.path)
 
 
+def limited(command: list[str], max_descriptors: int | None) -> list[str]:
+    """The command under `ulimit -n`, which it cannot raise again."""
+    if max_descriptors is None:
+        return command
+    return ["sh", "-c", f'ulimit -n {max_descriptors}; exec "$@"', "sh", *command]
+
+
 class DaemonProcess(ServingProcess):
-    def __init__(self, home: Home, *flags: str, port: int = 0, **environment: str) -> None:
+    def __init__(
+        self, home: Home, *flags: str, port: int = 0, max_descriptors: int | None = None, **environment: str
+    ) -> None:
         self.home = home
-        command = [*COMMAND, "up", "--admin.port", str(port), *flags]
+        command = limited([*COMMAND, "up", "--admin.port", str(port), *flags], max_descriptors)
         super().__init__(command, home.path, home.environment(**environment), HANG_S)
 
     def hears(self, line: str) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from cachesvc.client.base import AttachRefused, AttachRequest, NodeAway
 from cachesvc.client.greeting import greet, new_hello
-from cachesvc.daemon.desk import ChannelOptions
+from cachesvc.daemon.desk import ChannelOptions, RefusalLog
 from cachesvc.node.node import Node
 from cachesvc.node.ops import OpState
 from cachesvc.node.parts import NodeOptions
@@ -69,6 +69,34 @@ def attach_hello(group="g", **changes):
     for name, value in changes.items():
         setattr(hello.versions, name, value)
     return hello
+
+
+def test_whom_the_node_refuses_is_in_the_log(door, caplog):
+    """A busy region, above all, whose engine tries again and again."""
+    with RawClient(door.path, "a") as client, pytest.raises(AttachRefused):
+        hello = new_hello()
+        request = AttachRequest(IDENTITY, "b", 64, IDENTITY.page_bytes(), offer=client.region)
+        hello.attach.CopyFrom(codec.attach_message(request))
+        greet(connected(door.path), hello, (client.region.data_fd, client.region.directory_fd), HANG_S)
+    (line,) = [record.message for record in caplog.records if "refused_busy" in record.message]
+    assert "is attached as session" in line
+    assert f"pid {os.getpid()}" in line
+
+
+def test_a_flood_of_refusals_is_a_line_a_second(caplog):
+    seconds = [0.0]
+    log = RefusalLog(lambda: seconds[0])
+    for _ in range(5):
+        log.note("x", AttachResult.REFUSED_BUSY, "busy")
+    log.note("y", AttachResult.REFUSED_MEMORY, "need and have")
+    seconds[0] = 1.0
+    log.note("x", AttachResult.REFUSED_BUSY, "busy")
+    log.note("x", AttachResult.REFUSED_BUSY, "busy")
+    assert [record.message for record in caplog.records] == [
+        "refused x: refused_busy: busy",
+        "refused y: refused_memory: need and have",
+        "refused x: refused_busy: busy (and 4 more since the last such line)",
+    ]
 
 
 def test_the_socket_is_the_owners_alone(door):

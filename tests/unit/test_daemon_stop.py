@@ -37,7 +37,7 @@ class FakeDaemon:
         self.may_end = asyncio.Event()
         self.drains: list[float] = []
 
-    async def start(self):
+    async def start(self, claim):
         if self.start_error:
             raise self.start_error
 

@@ -1,10 +1,12 @@
 """A region's way from one manager to the next: who gets it, when, with what in it, and when it goes."""
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,7 +89,7 @@ def found_by_another(node, keys=KEYS):
         stranger.check_pages(keys, FRAMES)
     num_found = int((stranger.outcomes[op] == Outcome.OK).sum())
     stranger.client.detach()
-    node._parts.kept.drop(node._parts.kept.take_region(stranger.region.region_id), "expired")
+    node._parts.kept.drop(node._parts.kept.take_region(stranger.region), "expired")
     return num_found
 
 
@@ -142,6 +144,61 @@ def test_only_an_equal_claim_gets_it(node, changes):
     assert session.region.region_id != region_id
     node.detach(session)
     assert attach(node).region.region_id == region_id
+
+
+def test_a_successor_with_another_number_of_frames_gets_copies_and_is_counted(node, caplog):
+    """The region is sealed against any change of its size: it stays what it is, and serves."""
+    filled(node).client.detach()
+    successor = Engine(node, "a", 12)
+    assert not successor.attachment.has_pages
+    assert node.counters.regions_unfit.value("num_frames") == 1
+    assert "has 8 frames, and 12 are asked for" in caplog.text
+    op = successor.prefetch(KEYS, FRAMES)
+    run_all(node)
+    successor.poll()
+    assert successor.ends[op] == "completed"
+    successor.check_pages(KEYS, FRAMES)
+    assert node.counters.pages_from.value("region") == 4
+    assert states(node) == [1, 0, 1]
+
+
+def test_a_successor_of_another_identity_is_counted(node):
+    filled(node).client.detach()
+    attach(node, identity=OTHER)
+    attach(node, "b")
+    assert node.counters.regions_unfit.value("identity") == 1
+    assert node.counters.regions_unfit.value("num_frames") == 0
+
+
+def locked_kib():
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmLck")]
+    return int(line.split()[1])
+
+
+def test_what_is_kept_stays_in_memory(node):
+    """With its engine goes the registration that pinned it."""
+    engine = filled(node)
+    before = locked_kib()
+    engine.client.detach()
+    node.tick()
+    (kept,) = node.report().regions
+    assert kept.is_locked
+    assert locked_kib() > before
+    assert attach(node).region.is_locked
+    assert locked_kib() > before
+
+
+def test_what_may_not_be_locked_is_told_once_and_kept(node, monkeypatch, caplog):
+    def refuse(_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(Region, "lock_memory", refuse)
+    filled(node).client.detach()
+    node.tick()
+    node.tick()
+    assert caplog.text.count("may be swapped out") == 1
+    assert "ulimit -l" in caplog.text
+    assert [region.is_locked for region in node.report().regions] == [False]
 
 
 def test_the_newest_of_two_is_taken_first_and_each_once(node):

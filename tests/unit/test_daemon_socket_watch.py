@@ -1,0 +1,140 @@
+"""A socket that is removed under its daemon: seen, told, made again; and never another daemon's."""
+
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from cachesvc.clock import SystemClock
+from cachesvc.daemon.admin import build_app
+from cachesvc.daemon.claim import Claim, read_run_info
+from cachesvc.daemon.health import Health, Heartbeat
+from cachesvc.daemon.socket_watch import SocketWatch
+from cachesvc.node.node import Node
+from tests.helpers.channels import RawClient, RunningDoor
+
+
+@pytest.fixture
+def folder():
+    folder = Path(tempfile.mkdtemp(prefix="cs"))
+    yield folder / "run"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def claim(folder):
+    claim = Claim.take(folder / "node.sock")
+    yield claim
+    claim.release()
+
+
+@pytest.fixture
+def node():
+    with Node() as node:
+        yield node
+
+
+@pytest.fixture
+def door(node, claim):
+    with RunningDoor(node, claim.socket_path) as door:
+        yield door
+
+
+@pytest.fixture
+def watch(node, claim, door):
+    return SocketWatch("channel", claim, door.door.is_bound, door.door.rebind, node.registry)
+
+
+@pytest.fixture
+def look(watch, door):
+    """The daemon's loop looks."""
+
+    async def once():
+        watch.look()
+
+    return lambda: door.call(once())
+
+
+def num_rebinds(node):
+    return node.registry.snapshot()["cachesvc_channel_rebinds_total"]
+
+
+def test_a_socket_that_is_there_is_left_alone(node, claim, look, watch):
+    inode = claim.socket_path.stat().st_ino
+    look()
+    assert (claim.socket_path.stat().st_ino, watch.trouble, num_rebinds(node)) == (inode, "", 0)
+
+
+@pytest.mark.parametrize("gone", ["socket", "lock", "both", "folder"])
+def test_what_was_removed_is_made_again_and_who_was_there_stays(node, claim, door, look, watch, folder, gone):
+    with RawClient(door.path, "before") as before:
+        match gone:
+            case "socket":
+                claim.socket_path.unlink()
+            case "lock":
+                (folder / "node.sock.lock").unlink()
+            case "both":
+                claim.socket_path.unlink()
+                (folder / "node.sock.lock").unlink()
+            case "folder":
+                shutil.rmtree(folder)
+        look()
+        assert (watch.trouble, num_rebinds(node)) == ("", 1)
+        assert read_run_info(claim.socket_path).pid == os.getpid()
+        with RawClient(door.path, "after"):
+            before.ping()
+    look()
+    assert num_rebinds(node) == 1
+
+
+def test_who_had_connected_and_not_been_seen_is_served(claim, door, look):
+    """A connection that waits in the old socket's queue is not lost with it."""
+
+    async def connect_and_look():
+        client.connect(str(claim.socket_path))
+        claim.socket_path.unlink()
+
+    client = socket.socket(socket.AF_UNIX)
+    door.call(connect_and_look())
+    look()
+    while not door.door._desk.handshakes and not door.door._desk.connections:
+        door.turn()
+    client.close()
+
+
+def test_what_cannot_be_made_again_is_told_until_it_can(node, claim, door, look, watch):
+    claim.socket_path.unlink()
+    claim.socket_path.mkdir()
+    health = Health(node, Heartbeat(SystemClock()))
+    health.add(lambda: watch.trouble)
+    client = TestClient(build_app(node, health, "127.0.0.1", {}), base_url="http://127.0.0.1:1")
+    assert client.get("/readyz").status_code == 200
+    look()
+    answer = client.get("/readyz")
+    assert answer.status_code == 503
+    (reason,) = answer.json()["reasons"]
+    assert str(claim.socket_path) in reason
+    assert "is no socket" in reason
+    claim.socket_path.rmdir()
+    look()
+    assert client.get("/readyz").status_code == 200
+    with RawClient(door.path, "after"):
+        pass
+
+
+def test_a_daemon_that_came_meanwhile_keeps_the_path(claim, look, watch, folder):
+    shutil.rmtree(folder)
+    other = Claim.take(claim.socket_path)
+    with socket.socket(socket.AF_UNIX) as theirs:
+        theirs.bind(str(claim.socket_path))
+        inode = claim.socket_path.stat().st_ino
+        look()
+        assert "in use by the daemon" in watch.trouble
+        claim.release()
+        assert claim.socket_path.stat().st_ino == inode
+        assert read_run_info(claim.socket_path) is not None
+        other.release()
