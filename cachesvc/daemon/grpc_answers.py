@@ -7,6 +7,7 @@ Requests are parsed here and not by gRPC, which would answer INTERNAL to bytes t
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -34,17 +35,18 @@ class Answers:
             "cachesvc_grpc_calls_total", "Calls at the gRPC door", result=["ok", "rejected", "refused", "failed"]
         )
 
-    def method(self, kind: type[Request], work: Callable[[Request], Message]) -> Any:
-        """A method of one request and one answer, for gRPC. `work` may raise BadMessage and AttachRefused; it is called
-        on a thread of the server's."""
+    def method(self, kind: type[Request], work: Callable[[Request, float], Message]) -> Any:
+        """A method of one request and one answer, for gRPC. `work` is given the request and the seconds that its caller
+        will wait (inf: for good); it may raise BadMessage and AttachRefused, and is called on a thread of the
+        server's."""
 
-        def obey(data: bytes) -> Message:
+        def obey(data: bytes, time_left_s: float | None) -> Message:
             request = kind()
             codec.parse(request, data)
-            return work(request)
+            return work(request, math.inf if time_left_s is None else time_left_s)
 
         return grpc.unary_unary_rpc_method_handler(
-            lambda data, context: self._answer(context, lambda: obey(data)),
+            lambda data, context: self._answer(context, lambda: obey(data, context.time_remaining())),
             response_serializer=lambda reply: reply.SerializeToString(),
         )
 

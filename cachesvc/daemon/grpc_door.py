@@ -143,17 +143,17 @@ class NodeService:
     def methods(self, answers: Answers) -> Methods:
         """Under their names."""
         return {
-            "GetVersion": answers.method(service_pb2.GetVersionRequest, lambda _: codec.versions()),
+            "GetVersion": answers.method(service_pb2.GetVersionRequest, lambda _, __: codec.versions()),
             "GetStatus": answers.method(
-                service_pb2.GetStatusRequest, lambda _: status_message(self._node, self._status)
+                service_pb2.GetStatusRequest, lambda _, __: status_message(self._node, self._status)
             ),
             "GetCounters": answers.method(
-                channel_pb2.CountersRequest, lambda _: common_pb2.Counters(values=self._node.registry.snapshot())
+                channel_pb2.CountersRequest, lambda _, __: common_pb2.Counters(values=self._node.registry.snapshot())
             ),
             "Lookup": answers.method(service_pb2.LookupPages, self._lookup),
         }
 
-    def _lookup(self, request: service_pb2.LookupPages) -> service_pb2.PagesHeld:
+    def _lookup(self, request: service_pb2.LookupPages, _: float) -> service_pb2.PagesHeld:
         keys = codec.keys_of(request.keys)
         if not len(keys):
             raise BadMessage(Reject.BAD_LENGTH, "a lookup needs at least one key")
