@@ -63,10 +63,17 @@ class PrivateNode:
     """Starts and ends the child. `dial` may block in one thread while another calls `close` or `start_no_more`."""
 
     def __init__(
-        self, tiers: Sequence[TierSettings], *, log_level: str = "WARNING", clock: Clock | None = None
+        self,
+        tiers: Sequence[TierSettings],
+        *,
+        managed_bytes: int = 0,
+        log_level: str = "WARNING",
+        clock: Clock | None = None,
     ) -> None:
+        """`managed_bytes`: memory for pages that it may manage itself, where its engine uses stores."""
         settings = [{"backend": tier.backend, "options": dict(tier.options)} for tier in tiers]
-        self._settings = json.dumps({"tiers": settings, "log_level": log_level}).encode() + b"\n"
+        said = {"tiers": settings, "managed_bytes": managed_bytes, "log_level": log_level}
+        self._settings = json.dumps(said).encode() + b"\n"
         self._clock = clock or SystemClock()
         self._starts: deque[float] = deque(maxlen=MAX_STARTS)
         self._lock = threading.Lock()  # of `_child` and `_is_closed`

@@ -54,6 +54,10 @@ class StoreConnection(ABC):
         except NodeAway as error:
             self._away(str(error))
 
+    def look_again(self, why: str) -> None:
+        """The attempt failed for a reason that passes."""
+        self._away(why)
+
     @abstractmethod
     def ready(self, deadline_s: float) -> StoreLink | None:
         """The link for one call. None: the node is away."""

@@ -32,6 +32,7 @@ from typing import Any
 from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.loop import new_event_loop
 from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from storage_backends.bounds import in_bounds
 from storage_backends.errors import StorageError
@@ -56,7 +57,7 @@ def main(parent: int) -> int:
     except (StorageError, ValueError, OSError) as error:
         _say(engine, {"error": str(error)})
         return 1
-    node = Node(tiers)
+    node = Node(tiers, options=NodeOptions(managed_bytes=settings["managed_bytes"]))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_serve(node, engine, {"tiers": [_described(tier) for tier in tiers]}, parent))
     node.close(END_S)

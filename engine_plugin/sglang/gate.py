@@ -1,0 +1,114 @@
+"""What stands between SGLang's threads and the node: time for each call, and none for a node that hangs.
+
+DESIGN. SGLang calls its storage from one thread per direction, without a time-out, and all ranks wait for the slowest
+one. So each verb has a deadline, and a circuit that a single call out of time opens: from then on calls are answered at
+once, until one that is let through after a pause has come back in time. A connection that is lost is looked for by a
+thread of its own meanwhile (`ReconnectBehind`), so that a call pays its deadline when it meets a node that has just
+stopped, and when a medium below a living node hangs, and at no other time. Verbs are apart: slow reads from a tier do
+not keep pages from being found or put.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachesvc.clock import Clock, SystemClock
+from storage_backends.base import Outcome, Outcomes, outcomes
+from storage_backends.errors import StorageUnavailable
+from storage_backends.layers.breaker import BreakerOptions, Circuit, Verdict
+
+logger = logging.getLogger(__name__)
+
+ONE_IS_ENOUGH = BreakerOptions(failures=1, pause_s=1.0, max_pause_s=30.0)
+
+
+class StoreVerb(StrEnum):
+    """What is asked of the node."""
+
+    EXISTS = "exists"
+    GET = "get"
+    PUT = "put"
+    DELETE = "delete"
+
+
+class Deadline:
+    """The time that is left of one call."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._at_s = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """At least 0."""
+        return max(0.0, self._at_s - time.monotonic())
+
+
+class Gate:
+    """One per rank. Any thread may call."""
+
+    def __init__(self, timeouts_s: Mapping[StoreVerb, float], clock: Clock | None = None) -> None:
+        clock = clock or SystemClock()
+        self._timeouts_s = timeouts_s
+        self._circuits = {verb: Circuit(f"{verb} calls", ONE_IS_ENOUGH, clock, random.random) for verb in StoreVerb}
+        self._lock = threading.Lock()
+        self._counts = {verb: np.zeros(len(Outcome), np.int64) for verb in StoreVerb}
+        self._is_away = False
+
+    def deadline(self, verb: StoreVerb) -> Deadline:
+        """For one call of SGLang's, which may ask several stores."""
+        return Deadline(self._timeouts_s[verb])
+
+    def call(self, verb: StoreVerb, num_pages: int, ask: Callable[[], Outcomes]) -> Outcomes:
+        """What `ask` answers for its pages; UNAVAILABLE for all of them while the verb's circuit is open."""
+        circuit = self._circuits[verb]
+        try:
+            ticket = circuit.admit()
+        except StorageUnavailable:
+            return self._answered(verb, outcomes(num_pages, Outcome.UNAVAILABLE))
+        verdict = Verdict.NOTHING
+        try:
+            results = ask()
+            verdict = _verdict(results)
+            return self._answered(verb, results)
+        finally:
+            circuit.record(ticket, verdict)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Pages so far, by verb and outcome; what never occurred is left out."""
+        with self._lock:
+            return {
+                str(verb): {
+                    Outcome(value).name.lower(): int(counts[value]) for value in np.flatnonzero(counts).tolist()
+                }
+                for verb, counts in self._counts.items()
+                if counts.any()
+            }
+
+    def _answered(self, verb: StoreVerb, results: Outcomes) -> Outcomes:
+        is_lost: NDArray[np.bool_] = (results == Outcome.UNAVAILABLE) | (results == Outcome.TIMEOUT)
+        with self._lock:
+            self._counts[verb] += np.bincount(results, minlength=len(Outcome))
+            was_away = self._is_away
+            if len(results):
+                self._is_away = bool(is_lost.all())
+            is_away = self._is_away
+        if is_away and not was_away:
+            logger.warning("the node does not answer (%s of %d pages): they count as not stored", verb, len(results))
+        if was_away and not is_away:
+            logger.warning("the node answers again")
+        return results
+
+
+def _verdict(results: Outcomes) -> Verdict:
+    if (results == Outcome.TIMEOUT).any():
+        return Verdict.FAILS
+    # Without a connection nothing was tried: whether the verb works is not known.
+    return Verdict.NOTHING if (results == Outcome.UNAVAILABLE).all() else Verdict.WORKS

@@ -1,0 +1,168 @@
+"""The pages of one host pool in the node: SGLang's hashes to keys, a pool's slots to memory, one verb a call.
+
+Each verb has a connection of its own, so that a hit query never waits for a batch that is being copied. A page that is
+cut for ranks of another number (`Shard`) is several objects; it is there when all of them are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachesvc.client.store import Store
+from engine_plugin.sglang.gate import Deadline, Gate, StoreVerb
+from engine_plugin.sglang.host_pages import HostPages
+from storage_backends.base import Outcome, Outcomes, outcomes
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+Keys = NDArray[np.uint8]
+Bools = NDArray[np.bool_]
+
+HASH_DIGITS = 64
+
+
+@dataclass(frozen=True)
+class Stores:
+    """The connections of one shard, all to the same pages."""
+
+    exists: Store
+    get: Store
+    put: Store
+
+    def close(self) -> None:
+        """Leaves the node three times. Idempotent."""
+        for store in (self.exists, self.get, self.put):
+            store.close()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Pages of one shape in the host pool, and where they are kept."""
+
+    pages: HostPages
+    stores: Stores
+
+
+class PoolStore:
+    """One pool of this rank. `shards`: at least one. Calls of one verb come from one thread at a time.
+
+    hashes: SGLang's page hashes, n strings of 64 hexadecimal digits. slots: int64 [n * page_size] of the pool. What
+    does not fit is a ValueError. Answers are bool [n].
+    """
+
+    def __init__(self, shards: Sequence[Shard], gate: Gate) -> None:
+        self._shards = shards
+        self._gate = gate
+        self.page_size = shards[0].pages.page_size
+        self.page_bytes = sum(shard.pages.page_bytes for shard in shards)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the node was there at the last query."""
+        return all(shard.stores.exists.is_connected for shard in self._shards)
+
+    def exists(self, hashes: Sequence[str], deadline: Deadline) -> Bools:
+        """Whether the page can be had now."""
+        keys = keys_of(hashes)
+
+        def ask(shard: Shard, timeout_s: float) -> Outcomes:
+            return shard.stores.exists.contains(keys, timeout_s=timeout_s)
+
+        return self._each(StoreVerb.EXISTS, len(keys), deadline, ask)
+
+    def get(self, hashes: Sequence[str], slots: I64, first_page: int, deadline: Deadline) -> Bools:
+        """Copies pages into the pool. Slots of a page that did not come hold anything."""
+        keys = keys_of(hashes)
+        self._check(len(keys), slots)
+
+        def ask(shard: Shard, timeout_s: float) -> Outcomes:
+            view = shard.pages.targets(slots)
+            results = shard.stores.get.get(
+                keys,
+                view.addresses,
+                segment_bytes=shard.pages.segment_bytes,
+                first_page=first_page,
+                timeout_s=timeout_s,
+            )
+            shard.pages.arrived(view, results == Outcome.OK)
+            return results
+
+        return self._each(StoreVerb.GET, len(keys), deadline, ask)
+
+    def put(self, hashes: Sequence[str], slots: I64, first_page: int, deadline: Deadline) -> Bools:
+        """Copies pages out of the pool. True: the node has the page."""
+        keys = keys_of(hashes)
+        self._check(len(keys), slots)
+
+        def ask(shard: Shard, timeout_s: float) -> Outcomes:
+            view = shard.pages.sources(slots)
+            return shard.stores.put.put(
+                keys,
+                view.addresses,
+                segment_bytes=shard.pages.segment_bytes,
+                first_page=first_page,
+                timeout_s=timeout_s,
+            )
+
+        return self._each(StoreVerb.PUT, len(keys), deadline, ask)
+
+    def get_copies(self, hashes: Sequence[str], addresses: U64, deadline: Deadline) -> Bools:
+        """Copies pages to memory outside of the pool: `page_bytes` at each of addresses uint64 [n]."""
+        keys = keys_of(hashes)
+
+        def ask(shard: Shard, timeout_s: float) -> Outcomes:
+            return shard.stores.get.get(keys, addresses, timeout_s=timeout_s)
+
+        return self._each(StoreVerb.GET, len(keys), deadline, ask)
+
+    def put_copies(self, hashes: Sequence[str], addresses: U64, deadline: Deadline) -> Bools:
+        """Copies pages from memory outside of the pool."""
+        keys = keys_of(hashes)
+
+        def ask(shard: Shard, timeout_s: float) -> Outcomes:
+            return shard.stores.put.put(keys, addresses, timeout_s=timeout_s)
+
+        return self._each(StoreVerb.PUT, len(keys), deadline, ask)
+
+    def delete(self, hashes: Sequence[str], deadline: Deadline) -> Bools:
+        """Takes pages out of the node's memory and tiers. True: it was there."""
+        keys = keys_of(hashes)
+
+        def ask(shard: Shard, timeout_s: float) -> Outcomes:
+            return shard.stores.put.delete(keys, timeout_s=timeout_s)
+
+        return self._each(StoreVerb.DELETE, len(keys), deadline, ask)
+
+    def close(self) -> None:
+        """Leaves the node; what was put stays there."""
+        for shard in self._shards:
+            shard.stores.close()
+
+    def _check(self, count: int, slots: I64) -> None:
+        if slots.shape != (count * self.page_size,):
+            raise ValueError(f"{count} pages of {self.page_size} slots; got slots {list(slots.shape)}")
+
+    def _each(self, verb: StoreVerb, count: int, deadline: Deadline, ask: Callable[[Shard, float], Outcomes]) -> Bools:
+        """Whether every shard of the page is as asked for: EXISTS is, for a page that was put."""
+
+        def ask_all() -> Outcomes:
+            results = outcomes(count, Outcome.OK)
+            for shard in self._shards:
+                left_s = deadline.left_s
+                answers = ask(shard, left_s) if left_s else outcomes(count, Outcome.TIMEOUT)
+                results = np.maximum(results, answers)
+            return results
+
+        good: Bools = self._gate.call(verb, count, ask_all) <= Outcome.EXISTS
+        return good
+
+
+def keys_of(hashes: Sequence[str]) -> Keys:
+    """uint8 [n, 32]. ValueError: a hash is not one of SGLang's."""
+    if any(len(text) != HASH_DIGITS for text in hashes):
+        raise ValueError(f"page hashes: expected {HASH_DIGITS} hexadecimal digits each")
+    return np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8).reshape(-1, HASH_DIGITS // 2)

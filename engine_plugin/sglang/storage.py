@@ -1,0 +1,288 @@
+"""cachesvc as SGLang's HiCache storage: `--hicache-storage-backend dynamic`, this module, `CachesvcStorage`.
+
+Translation only: SGLang's types on one side, pools, hashes and slots on the other. Nothing raises for a fault of the
+cache: what cannot be had is not there, what cannot be put is not taken. What can never work (a wrong configuration, a
+node that refuses, an engine that cannot be named) is a ValueError while SGLang attaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import sglang
+import torch
+from numpy.typing import NDArray
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_server_args
+
+from cachesvc.config.model import ConfigError
+from engine_plugin.sglang.config import WHERE, parse_config
+from engine_plugin.sglang.core import KV, PoolNeed, StorageCore
+from engine_plugin.sglang.gate import StoreVerb
+from engine_plugin.sglang.host_pages import (
+    FlatPages,
+    HostPages,
+    PagesUnsupported,
+    flat_bytes,
+    pages_of,
+    split_pages,
+)
+from engine_plugin.sglang.identity import PoolIdentity, model_identity
+from engine_plugin.sglang.rank_store import PoolPlan
+
+DTYPES = ("dtype", "temporal_dtype", "conv_dtype", "indexer_dtype")
+"""Attributes of host pools that say what their bytes mean; each kind has some of them."""
+
+
+class CachesvcStorage(HiCacheStorage):
+    """One rank's storage. SGLang constructs it, registers its host pools, and calls from its own threads."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
+        extra = storage_config.extra_config or {}
+        self._ranks = storage_config
+        self._config = parse_config(extra)
+        self._is_v1 = bool(extra.get("interface_v1", 0))
+        if storage_config.dcp_size > 1:
+            raise ConfigError(f"{WHERE}: ranks that share out a page's tokens (dcp_size > 1) are not supported")
+        self._model = model_identity(get_server_args(), self._config.model_revision)
+        num_ranks = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
+        has_shared_pages = storage_config.is_mla_model and storage_config.tp_size > 1
+        self._core = StorageCore(self._config, num_ranks, has_shared_pages=has_shared_pages)
+        self._later: dict[str, Any] = {}
+        self._is_complete = False
+
+    # ---- host pools
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The anchor pool. ValueError while SGLang can still take the attach back."""
+        super().register_mem_pool_host(mem_pool_host)
+        try:
+            plan = self._plan(KV, mem_pool_host)
+        except PagesUnsupported as error:
+            self._core.close()
+            raise ConfigError(f"{WHERE}: this engine's KV cannot be kept: {error}") from error
+        self._core.open_anchor(plan)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if str(host_pool_name) == KV:
+            return
+        self._later[str(host_pool_name)] = host_pool
+        if self._is_complete:
+            self.on_host_pools_registered()
+
+    def on_host_pools_registered(self) -> None:
+        self._is_complete = True
+        pools, self._later = self._later, {}
+        plans = []
+        for name, pool in pools.items():
+            try:
+                plans.append(self._plan(name, pool))
+            except PagesUnsupported as error:
+                self._core.switch_off(name, str(error))
+        self._core.open_others(plans)
+
+    # ---- queries
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        return self._core.count_hits(keys)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        hits = self._core.query(keys, [_need_of(transfer) for transfer in pool_transfers or ()])
+        per_pool = {_pool_name(name): pages for name, pages in hits.per_pool.items()}
+        return PoolTransferResult(hits.num_pages, per_pool, hits.lengths)
+
+    # ---- pages between host pools and the node
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        deadline = self._core.gate.deadline(StoreVerb.GET)
+        return self._core.get(KV, keys, _slots(host_indices), _first_page(extra_info), deadline)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        deadline = self._core.gate.deadline(StoreVerb.PUT)
+        return self._core.put(KV, keys, _slots(host_indices), _first_page(extra_info), deadline)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        deadline, first_page = self._core.gate.deadline(StoreVerb.GET), _first_page(extra_info)
+        return {
+            transfer.name: self._core.get(
+                str(transfer.name), transfer.keys or [], _slots(transfer.host_indices), first_page, deadline
+            )
+            for transfer in transfers
+        }
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        deadline, first_page = self._core.gate.deadline(StoreVerb.PUT), _first_page(extra_info)
+        return {
+            transfer.name: self._core.put(
+                str(transfer.name), transfer.keys or [], _slots(transfer.host_indices), first_page, deadline
+            )
+            for transfer in transfers
+        }
+
+    # ---- the generic path: whole flat pages as tensors (without `interface_v1`)
+
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        return None if target_location is None else self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Sequence[torch.Tensor] | None = None, target_sizes: Any | None = None
+    ) -> list[torch.Tensor | None]:
+        targets = list(target_locations or [])
+        fitting = [index for index, page in enumerate(targets) if self._is_page(page) and page.is_contiguous()]
+        wanted = [keys[index] for index in fitting]
+        is_good = self._core.get_copies(wanted, _addresses([flat_bytes(targets[index]) for index in fitting]))
+        got: list[torch.Tensor | None] = [None] * len(keys)
+        for index, good in zip(fitting, is_good, strict=True):
+            got[index] = targets[index] if good else None
+        return got
+
+    def set(
+        self, key: str, value: Any | None = None, target_location: Any | None = None, target_sizes: Any | None = None
+    ) -> bool:
+        return value is not None and self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor] | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        pages = [flat_bytes(page) for page in values or () if self._is_page(page)]
+        if len(pages) != len(keys):
+            return False
+        return all(self._core.put_copies(keys, _addresses(pages)))
+
+    # ---- the rest
+
+    def delete(self, key: str) -> bool:
+        """Takes one page of the anchor pool out of the node. True: it was there."""
+        return self._core.delete([key])[0]
+
+    def get_stats(self) -> StorageMetrics | None:
+        if not self._ranks.enable_storage_metrics:
+            return None
+        read, kept = self._core.take_stats()
+        return StorageMetrics(
+            prefetch_pgs=read.pages,
+            backup_pgs=kept.pages,
+            prefetch_bandwidth=read.gigabytes_per_s,
+            backup_bandwidth=kept.gigabytes_per_s,
+        )
+
+    def close(self) -> None:
+        """Detach. What was kept stays with the node."""
+        self._core.close()
+
+    # ---- what a pool is
+
+    def _plan(self, name: str, pool: Any) -> PoolPlan:
+        """PagesUnsupported."""
+        ranks = self._ranks
+        num_shards = 1
+        if name == KV and ranks.tp_lcm_size and pool.layout == "page_head" and not ranks.is_mla_model:
+            num_shards = ranks.tp_lcm_size // ranks.tp_size
+        if num_shards > 1:
+            shards = split_pages(pool, num_shards)
+        else:
+            pages = self._whole_pages(name, pool)
+            shards = [] if pages is None else [pages]
+        identities = (self._identity(name, pool, pages, index, num_shards) for index, pages in enumerate(shards))
+        return PoolPlan(name, tuple(zip(shards, (identity.namespace() for identity in identities), strict=True)))
+
+    def _whole_pages(self, name: str, pool: Any) -> HostPages | None:
+        pages = pages_of(pool)
+        if pages is None or name != KV or self._is_v1:
+            return pages
+        # SGLang itself turns this pool's pages into flat tensors and back.
+        page_bytes = flat_bytes(pool.get_data_page(0, flat=True)).numel()
+        return FlatPages(pages.page_size, pages.num_slots, page_bytes, pool)
+
+    def _identity(self, name: str, pool: Any, pages: HostPages, shard: int, num_shards: int) -> PoolIdentity:
+        ranks = self._ranks
+        # State and heads are split over ranks even where the KV of the model is not.
+        is_split = name == PoolName.MAMBA or isinstance(pool, MHATokenToKVPoolHost | MHATokenToKOnlyPoolHost)
+        is_replicated = ranks.is_mla_model and not is_split
+        tp_rank = 0 if is_replicated else ranks.tp_rank * num_shards + shard
+        return PoolIdentity(
+            model=self._model,
+            engine=f"sglang {sglang.__version__}",
+            pool=name,
+            kind=type(pool).__name__,
+            dtype=" ".join(f"{field}={getattr(pool, field, None)}" for field in DTYPES),
+            layout=str(pool.layout),
+            form=pages.form,
+            format_tag=str(getattr(pool, "storage_format_tag", None)),
+            page_size=pages.page_size,
+            segment_bytes=tuple(pages.segment_bytes.tolist()),
+            layers=(int(getattr(pool, "start_layer", 0) or 0), int(getattr(pool, "end_layer", 0) or 0)),
+            is_replicated=is_replicated,
+            rank_shape=(("tp", ranks.tp_size * num_shards), ("pp", ranks.pp_size), ("cp", ranks.attn_cp_size)),
+            rank=(tp_rank, ranks.pp_rank, ranks.attn_cp_rank),
+        )
+
+    def _is_page(self, page: torch.Tensor) -> bool:
+        return page.device.type == "cpu" and page.nbytes == self._core.page_bytes()
+
+
+def _need_of(transfer: PoolTransfer) -> PoolNeed:
+    """ValueError: a hit policy that is not supported."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return PoolNeed(str(transfer.name))
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        return PoolNeed(str(transfer.name), max(1, len(transfer.keys or ())))
+    raise ValueError(
+        f"host pool {transfer.name}: hit policy {transfer.hit_policy} is not supported, only "
+        f"{PoolHitPolicy.ALL_PAGES.value} and {PoolHitPolicy.TRAILING_PAGES.value} are"
+    )
+
+
+def _pool_name(name: str) -> str:
+    """As SGLang looks it up."""
+    return next((known for known in PoolName if known == name), name)
+
+
+def _slots(host_indices: torch.Tensor | None) -> NDArray[np.int64]:
+    """int64 [n * page_size]."""
+    if host_indices is None:
+        return np.empty(0, np.int64)
+    return np.ascontiguousarray(host_indices.detach().to("cpu", torch.int64).numpy())
+
+
+def _addresses(pages: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
+    return np.array([page.data_ptr() for page in pages], np.uint64)
+
+
+def _first_page(extra_info: HiCacheStorageExtraInfo | None) -> int:
+    return len(extra_info.prefix_keys or ()) if extra_info is not None else 0
