@@ -19,7 +19,7 @@ REVISION = "tests-1"
 
 def ours(address: str, **extra: Any) -> Storage:
     """The plug-in, at a node. Models of class tests have no checkpoint, so their revision is given."""
-    return Storage("dynamic", {**PLUGIN, "address": address, "model_revision": REVISION, **extra})
+    return Storage("dynamic", {**PLUGIN, "address": address, "model_revision": REVISION, "memory_gib": 0.0625, **extra})
 
 
 def file(folder: Path) -> Storage:
