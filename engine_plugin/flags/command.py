@@ -20,7 +20,7 @@ from engine_plugin.flags.launch import Build, Wish
 from engine_plugin.hicache.config import AUTO
 from storage_backends.registry import known_backends
 
-ENGINES = {"vllm": "engine_plugin.flags.vllm"}
+ENGINES = {"sglang": "engine_plugin.flags.sglang", "vllm": "engine_plugin.flags.vllm"}
 """Engine -> the module whose `launch` builds its line."""
 MOST_GIB = 2.0**30
 

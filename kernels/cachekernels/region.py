@@ -216,9 +216,7 @@ class Region:
         """R3 and R4: whether everything read since `snapshot` was stable, [n]. False where generations[i] is 0."""
         return self.core.validate(frames, generations)
 
-    def read(
-        self, frames: I32, generations: U64, out_addresses: U64, *, segment_bytes: U64 | None = None
-    ) -> Bools:
+    def read(self, frames: I32, generations: U64, out_addresses: U64, *, segment_bytes: U64 | None = None) -> Bools:
         """R1-R4: copies each frame to memory of this process: frame_bytes at out_addresses[i] ([n]) or, with
         `segment_bytes` [m], whose sum is frame_bytes, one segment after the other to out_addresses[i] ([n, m]).
 

@@ -15,11 +15,13 @@ PLUGIN = {
     "interface_v1": 1,
 }
 REVISION = "tests-1"
+MEMORY_GIB = 2**-6
 
 
 def ours(address: str, **extra: Any) -> Storage:
     """The plug-in, at a node. Models of class tests have no checkpoint, so their revision is given."""
-    return Storage("dynamic", {**PLUGIN, "address": address, "model_revision": REVISION, "memory_gib": 0.0625, **extra})
+    options = {"address": address, "model_revision": REVISION, "memory_gib": MEMORY_GIB}
+    return Storage("dynamic", {**PLUGIN, **options, **extra})
 
 
 def file(folder: Path) -> Storage:

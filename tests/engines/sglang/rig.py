@@ -84,7 +84,15 @@ class CacheRig:
         self.model, self._core = model, core
         self._requests = 0
         self._stack: list[Callable[[], None]] = []
-        parallel = get_parallel().override(tp_rank=rank, tp_size=ranks, pp_rank=0, pp_size=1)
+        parallel = get_parallel().override(
+            tp_rank=rank,
+            tp_size=ranks,
+            pp_rank=0,
+            pp_size=1,
+            attn_tp_rank=rank,
+            attn_tp_size=ranks,
+            moe_tp_size=ranks,
+        )
         parallel.__enter__()
         self._stack.append(lambda: parallel.__exit__(None, None, None))
         self.server_args = ServerArgs(

@@ -195,5 +195,5 @@ def test_more_pages_than_the_node_has_memory_for() -> None:
 
 
 def test_a_node_without_memory_to_lend_is_refused_with_what_it_has() -> None:
-    with Daemon(managed="0 B") as daemon, pytest.raises(ValueError, match="managed"):
+    with Daemon(managed=None) as daemon, pytest.raises(ValueError, match="managed"):
         CacheRig(MODEL, _storage(daemon))

@@ -51,7 +51,7 @@ class OneByte(_Tampered):
         pool.set_from_flat_data_page(starts[-1], page)
 
 
-class Late(_Tampered):
+class Late(CachesvcStorage):  # type: ignore[misc]
     """Says a page was there that was not read."""
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
