@@ -199,6 +199,22 @@ class PageDrop(StrEnum):
     BACKUP_NOT_ADMITTED = "backup_not_admitted"  # not used often enough for any storage tier
     BACKUP_FAILED = "backup_failed"  # the node could not store it; it counts why
     LOAD_FAILED = "load_failed"  # its host copy could not be loaded and is no longer trusted
+    PARENT_LOST = "parent_lost"  # the page before it left the host, or never got there, while it was being copied
+
+
+class Bypass(StrEnum):
+    """Why no tier below the device keeps anything of a request, in an engine that manages its own device cache."""
+
+    ADAPTER = "adapter"  # its adapter has no digest of its content
+    STREAMING = "streaming"  # its prompt goes on growing and shrinking while it runs
+
+
+class AskAgain(StrEnum):
+    """What a request waits for that could not be told how much of it is cached."""
+
+    STORAGE = "storage"  # its prefix is being read
+    SHARED_LOAD = "shared_load"  # another request is loading the same pages: the device will have them
+    STORE = "store"  # the next page is being copied to the host
 
 
 class KeptFrame(StrEnum):

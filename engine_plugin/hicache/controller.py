@@ -97,14 +97,14 @@ class HybridCacheController(RadixCache):
         self._backup = Backup(tree, self._client, lower.num_frames, counts)
         self._writer = Writer(tree, self._frames, transfer, self._store_worker, counts, self._written)
         self._loads = LoadBack(tree, self._pages, self._frames, transfer, self._load_worker, counts, load_patience_s)
-        threshold_tokens = config.prefetch_threshold_tokens
+        threshold_pages = -(-config.prefetch_threshold_tokens // config.page_size)
         self._reads = Reads(
             tree,
             self._client,
             self._frames,
             counts,
             config.page_size,
-            threshold_pages=-(-threshold_tokens // config.page_size),
+            threshold_pages=threshold_pages,
             parents_on_host=WRITE_RULES[config.write_policy].on_insert,
             write=self._writer.start,
         )
@@ -116,7 +116,8 @@ class HybridCacheController(RadixCache):
             counts,
             clock.now,
             page_size=config.page_size,
-            threshold_tokens=threshold_tokens,
+            page_tokens=config.page_size,
+            threshold_pages=threshold_pages,
             on_adopted=self._adopted,
         )
 

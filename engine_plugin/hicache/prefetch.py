@@ -75,7 +75,11 @@ class Fetch:
 
 
 class Prefetcher:
-    """Fetches of waiting requests. Scheduler thread only."""
+    """Fetches of waiting requests. Scheduler thread only.
+
+    A page has `page_size` tokens in the tree and stands for `page_tokens` of the model: the two differ where the tree's
+    tokens are the words of an engine's own hashes.
+    """
 
     def __init__(
         self,
@@ -87,7 +91,8 @@ class Prefetcher:
         clock: Callable[[], float],
         *,
         page_size: int,
-        threshold_tokens: int,
+        page_tokens: int,
+        threshold_pages: int,
         on_adopted: Callable[[Match], None],
     ) -> None:
         self._tree = tree
@@ -97,7 +102,8 @@ class Prefetcher:
         self._counts = counts
         self._clock = clock
         self._page_size = page_size
-        self._threshold_tokens = threshold_tokens
+        self._page_tokens = page_tokens
+        self._threshold_pages = threshold_pages
         self._on_adopted = on_adopted
         self._num_polls = 0
         self._fetches: dict[Request, Fetch] = {}
@@ -109,7 +115,7 @@ class Prefetcher:
 
     def start(self, request: Request) -> None:
         """A request has arrived: fetch what the tree lacks of its prompt, if that is worth it."""
-        if request.handle.max_cached_tokens < self._threshold_tokens:
+        if request.handle.max_cached_tokens // self._page_size < self._threshold_pages:
             self._counts.prefetches.inc(1, PrefetchEnd.BELOW_THRESHOLD)
             return
         fetch = Fetch(Patience(self._rule))
@@ -182,7 +188,7 @@ class Prefetcher:
         if match.adopted_pages:
             self._on_adopted(match)
         missing = num_pages - match.num_pages
-        if missing * size < self._threshold_tokens:
+        if missing < self._threshold_pages:
             self._counts.prefetches.inc(1, PrefetchEnd.BELOW_THRESHOLD)
             return
         tokens = handle.prompt[match.num_pages * size : num_pages * size]
@@ -206,7 +212,7 @@ class Prefetcher:
 
     def _end_of_wait(self, fetch: Fetch) -> PrefetchEnd | None:
         """Why the request goes on without the rest; None: it still waits."""
-        num_tokens, now_s = fetch.wanted_pages * self._page_size, self._clock()
+        num_tokens, now_s = fetch.wanted_pages * self._page_tokens, self._clock()
         if fetch.is_silent(now_s):
             return PrefetchEnd.SILENT
         has_run_out = fetch.patience.has_run_out(now_s, num_tokens, self._rate.seconds_for(num_tokens))

@@ -91,6 +91,9 @@ class RadixTree:
         write_back: nodes are copied only when the device evicts them. `to_write` stays empty, and device-only nodes may
             lie above host-only ones until they leave; else a host-resident node's ancestors are host-resident always.
         hash_bits: 1 to 64, of the table that finds children; fewer than 64 only to have collisions in a test.
+        wrapped_scheme: names the scheme of an engine's own page hashes (see pages.wrap_hashes). The tokens of a page
+            are then the words of its hash, little-endian, as many as the hash has; keys wrap each hash by itself, since
+            it stands for all pages before it. None: keys are chained over the tokens.
 
     Raises:
         ValueError: an argument out of range; the message says what was expected.
@@ -105,6 +108,7 @@ class RadixTree:
         eviction_policy: str = "lru",
         write_back: bool = False,
         hash_bits: int = 64,
+        wrapped_scheme: str | None = None,
     ) -> None:
         if page_size < 1 or write_threshold < 1:
             raise ValueError(f"page_size and write_threshold: at least 1, got {page_size} and {write_threshold}")
@@ -113,7 +117,7 @@ class RadixTree:
         if eviction_policy not in EVICTION_POLICIES:
             raise ValueError(f"eviction_policy: one of {', '.join(EVICTION_POLICIES)}, got {eviction_policy!r}")
         self.page_size = page_size
-        self._tree = _core.RadixTree(page_size, namespace, write_threshold, write_back, hash_bits)
+        self._tree = _core.RadixTree(page_size, namespace, write_threshold, write_back, hash_bits, wrapped_scheme or "")
 
     def match(self, tokens: U32, scope: bytes = ZERO_SCOPE, *, adopt: bool = True) -> Match:
         """The longest known prefix, in whole pages; splits a node so that the match ends at a node's end.

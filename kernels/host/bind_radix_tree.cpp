@@ -1,6 +1,7 @@
 // Python's side of the radix tree and the slot states. Calls whose work grows with their input run without the GIL; a lock
 // of one path, a report or a count is over sooner than the GIL would come back.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string_view.h>
 
 #include <algorithm>
 #include <mutex>
@@ -53,8 +54,10 @@ class PyRadixTree {
     std::mutex mutex_;
 
   public:
-    PyRadixTree(uint32_t page_size, const nb::bytes& ns, uint32_t write_threshold, bool write_back, uint32_t hash_bits)
-        : tree_({page_size, write_threshold, write_back, hash_bits}, input_bytes(ns, "namespace", key_bytes)) {}
+    PyRadixTree(uint32_t page_size, const nb::bytes& ns, uint32_t write_threshold, bool write_back, uint32_t hash_bits,
+                std::string_view wrapped)
+        : tree_({page_size, write_threshold, write_back, hash_bits},
+                KeyScheme(input_bytes(ns, "namespace", key_bytes), page_size, wrapped)) {}
 
     Fields match(const Input<uint32_t>& tokens, const nb::bytes& scope, bool adopt) {
         const auto given = input_1d(tokens, "tokens");
@@ -241,8 +244,8 @@ void translate(const std::exception_ptr& thrown, void*) {
 void bind_tree(nb::module_& m) {
     using namespace nb::literals;
     nb::class_<PyRadixTree>(m, "RadixTree", "See cachekernels.tree.RadixTree.")
-        .def(nb::init<uint32_t, nb::bytes, uint32_t, bool, uint32_t>(), "page_size"_a, "namespace"_a,
-             "write_threshold"_a, "write_back"_a, "hash_bits"_a)
+        .def(nb::init<uint32_t, nb::bytes, uint32_t, bool, uint32_t, std::string_view>(), "page_size"_a, "namespace"_a,
+             "write_threshold"_a, "write_back"_a, "hash_bits"_a, "wrapped"_a)
         .def("match", &PyRadixTree::match, "tokens"_a, "scope"_a, "adopt"_a)
         .def("insert", &PyRadixTree::insert, "tokens"_a, "pages"_a, "scope"_a, "first_new_page"_a)
         .def("insert_host", &PyRadixTree::insert_host, "node"_a, "tokens"_a, "frames"_a, "keys"_a, "stored"_a)

@@ -6,7 +6,6 @@
 #include <string>
 
 #define XXH_INLINE_ALL
-#include "page_keys.hpp"
 #include "tree_errors.hpp"
 #include "xxhash/xxhash.h"
 
@@ -143,10 +142,8 @@ void ChildTable::clear() {
 
 size_t NodeStore::ScopeHash::operator()(const Scope& scope) const { return XXH3_64bits(scope.data(), scope.size()); }
 
-NodeStore::NodeStore(size_t page_size, const uint8_t name_space[32], uint32_t hash_bits)
-    : page_size_(page_size), sweep_at_(idle_scopes), table_(page_size, hash_bits) {
-    std::copy_n(name_space, 32, namespace_.begin());
-}
+NodeStore::NodeStore(size_t page_size, const KeyScheme& key_scheme, uint32_t hash_bits)
+    : page_size_(page_size), key_scheme_(key_scheme), sweep_at_(idle_scopes), table_(page_size, hash_bits) {}
 
 Node* NodeStore::get(NodeId id) {
     const auto slot = static_cast<uint32_t>(id);
@@ -269,12 +266,12 @@ const uint8_t* NodeStore::ensure_keys(Node* node) {
     Node* above = node;
     for (; !above->is_root() && above->keys.empty(); above = above->parent) path_.push_back(above);
     const uint8_t* last = above->is_root() ? nullptr : above->keys.data() + (above->pages - 1) * key_bytes;
-    const uint8_t* scope = above->is_root() ? above->scope->data() : nullptr;  // goes into the first page's key only
+    if (path_.empty()) return last;
+    const uint8_t* scope = key_scheme_.needs_scope(last) ? scope_of(above).data() : nullptr;
     for (auto at = path_.rbegin(); at != path_.rend(); ++at) {
         Node* missing = *at;
         missing->keys.resize(missing->pages * key_bytes);
-        chain_keys(namespace_.data(), scope, last, missing->tokens.data(), page_size_, missing->pages,
-                   missing->keys.data());
+        key_scheme_.name(scope, last, missing->tokens.data(), missing->pages, missing->keys.data());
         last = missing->keys.data() + (missing->pages - 1) * key_bytes;
     }
     return last;

@@ -12,6 +12,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "page_keys.hpp"
+
 namespace cachesvc {
 
 using NodeId = int64_t;
@@ -88,7 +90,7 @@ class ChildTable {
 
 class NodeStore {
   public:
-    NodeStore(size_t page_size, const uint8_t name_space[32], uint32_t hash_bits);
+    NodeStore(size_t page_size, const KeyScheme& key_scheme, uint32_t hash_bits);
 
     Node* get(NodeId id);                     // throws StaleNode
     Node* root(const Scope& scope);           // made on first use; idle ones are swept when there are many
@@ -105,7 +107,7 @@ class NodeStore {
     const Scope& scope_of(const Node* node) const;
 
     size_t page_size() const { return page_size_; }
-    const uint8_t* name_space() const { return namespace_.data(); }
+    const KeyScheme& key_scheme() const { return key_scheme_; }
     size_t num_nodes() const { return alive_ - roots_.size(); }
     size_t num_scopes() const { return roots_.size(); }
     std::deque<Node>& slab() { return slab_; }  // dead nodes included: ask alive
@@ -119,7 +121,7 @@ class NodeStore {
     void sweep_idle_roots();
 
     size_t page_size_;
-    std::array<uint8_t, 32> namespace_;
+    KeyScheme key_scheme_;
     std::deque<Node> slab_;  // never moves a node
     std::vector<uint32_t> free_slots_;
     size_t alive_ = 0;

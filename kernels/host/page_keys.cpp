@@ -34,6 +34,14 @@ const Scheme& find_scheme(std::string_view name) {
                                 "' is not known to be collision resistant; accepted: " + std::string(scheme_names));
 }
 
+void require_hash_bytes(std::string_view scheme, size_t hash_bytes) {
+    const Scheme& known = find_scheme(scheme);
+    if (hash_bytes != known.hash_bytes) {
+        throw std::invalid_argument("a hash of scheme '" + std::string(scheme) + "' has " +
+                                    std::to_string(known.hash_bytes) + " bytes, got " + std::to_string(hash_bytes));
+    }
+}
+
 }  // namespace
 
 void root_key(const uint8_t ns[32], const uint8_t scope[32], const uint32_t* tokens, size_t n, uint8_t out[32]) {
@@ -67,11 +75,7 @@ void chain_keys(const uint8_t ns[32], const uint8_t scope[32], const uint8_t* pr
 
 void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t scope[32], const uint8_t* hashes,
                  size_t hash_bytes, size_t num_hashes, uint8_t* out) {
-    const Scheme& known = find_scheme(scheme);
-    if (hash_bytes != known.hash_bytes) {
-        throw std::invalid_argument("a hash of scheme '" + std::string(scheme) + "' has " +
-                                    std::to_string(known.hash_bytes) + " bytes, got " + std::to_string(hash_bytes));
-    }
+    require_hash_bytes(scheme, hash_bytes);
     const auto scheme_bytes = static_cast<uint32_t>(scheme.size());
     for (size_t i = 0; i < num_hashes; ++i) {
         Sha256 hash;
@@ -86,5 +90,21 @@ void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t sc
 }
 
 std::string_view accepted_schemes() { return scheme_names; }
+
+KeyScheme::KeyScheme(const uint8_t ns[32], size_t page_size, std::string_view wrapped)
+    : page_size_(page_size), wrapped_(wrapped) {
+    std::copy_n(ns, key_bytes, namespace_.begin());
+    if (!wrapped_.empty()) require_hash_bytes(wrapped_, page_size_ * sizeof(uint32_t));
+}
+
+void KeyScheme::name(const uint8_t* scope, const uint8_t* prev, const uint32_t* tokens, size_t num_pages,
+                     uint8_t* out) const {
+    if (wrapped_.empty()) {
+        chain_keys(namespace_.data(), scope, prev, tokens, page_size_, num_pages, out);
+    } else {
+        wrap_hashes(wrapped_, namespace_.data(), scope, reinterpret_cast<const uint8_t*>(tokens),
+                    page_size_ * sizeof(uint32_t), num_pages, out);
+    }
+}
 
 }  // namespace cachesvc

@@ -6,8 +6,10 @@
 //
 // Every function here is pure: any of them may run in any thread at any time.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace cachesvc {
@@ -29,5 +31,24 @@ void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t sc
                  size_t hash_bytes, size_t num_hashes, uint8_t* out);
 // The schemes wrap_hashes takes, as a readable list.
 std::string_view accepted_schemes();
+
+// How a tree names its pages: chained over their tokens; or *wrapped*, where the tokens of a page are the words of the hash
+// that the engine has for it, and an engine's own chain already stands for everything before the page.
+class KeyScheme {
+  public:
+    // `wrapped` names the engine's scheme; empty: chained. Throws std::invalid_argument for a scheme that wrap_hashes does
+    // not take, or whose hash has not the bytes of a page's tokens.
+    KeyScheme(const uint8_t ns[32], size_t page_size, std::string_view wrapped);
+
+    // Keys of `num_pages` consecutive pages, [num_pages * 32] bytes, the first of them after the page named `prev` (null: at
+    // the root). `scope` may be null unless needs_scope(prev).
+    void name(const uint8_t* scope, const uint8_t* prev, const uint32_t* tokens, size_t num_pages, uint8_t* out) const;
+    bool needs_scope(const uint8_t* prev) const { return prev == nullptr || !wrapped_.empty(); }
+
+  private:
+    std::array<uint8_t, key_bytes> namespace_;
+    size_t page_size_;
+    std::string wrapped_;
+};
 
 }  // namespace cachesvc

@@ -4,7 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "page_keys.hpp"
 #include "tree_errors.hpp"
 
 namespace cachesvc {
@@ -23,8 +22,8 @@ void require_tokens(Tokens tokens, size_t pages, uint32_t page_size) {
 
 }  // namespace
 
-RadixTree::RadixTree(const TreeOptions& options, const uint8_t name_space[32])
-    : options_(options), nodes_(options.page_size, name_space, options.hash_bits) {}
+RadixTree::RadixTree(const TreeOptions& options, const KeyScheme& key_scheme)
+    : options_(options), nodes_(options.page_size, key_scheme, options.hash_bits) {}
 
 MatchResult RadixTree::match(Tokens tokens, const Scope& scope, bool adopt) {
     const auto total = static_cast<uint32_t>(tokens.size() / options_.page_size);
@@ -56,7 +55,7 @@ uint32_t RadixTree::adopt_orphans(Walk& walk, Tokens tokens, uint32_t total) {
     const Scope& scope = nodes_.scope_of(walk.node);
     uint8_t key[key_bytes];
     for (uint32_t at = walk.at; at < total; ++at, above = key) {
-        chain_keys(nodes_.name_space(), scope.data(), above, page(tokens, at), options_.page_size, 1, key);
+        nodes_.key_scheme().name(scope.data(), above, page(tokens, at), 1, key);
         const auto frame = orphans_.adopt(key);
         if (!frame) break;
         frames.push_back(*frame);
@@ -171,8 +170,8 @@ std::vector<uint8_t> RadixTree::keys_after(NodeId node, Tokens tokens) {
     Node* above = nodes_.get(node);
     const size_t pages = tokens.size() / options_.page_size;
     std::vector<uint8_t> keys(pages * key_bytes);
-    chain_keys(nodes_.name_space(), nodes_.scope_of(above).data(), nodes_.ensure_keys(above), tokens.data(),
-               options_.page_size, pages, keys.data());
+    const uint8_t* last = nodes_.ensure_keys(above);
+    nodes_.key_scheme().name(nodes_.scope_of(above).data(), last, tokens.data(), pages, keys.data());
     return keys;
 }
 

@@ -88,7 +88,7 @@ struct TreeReport {
 
 class RadixTree {
   public:
-    RadixTree(const TreeOptions& options, const uint8_t name_space[32]);
+    RadixTree(const TreeOptions& options, const KeyScheme& key_scheme);
 
     // radix_tree.cpp
     MatchResult match(Tokens tokens, const Scope& scope, bool adopt);

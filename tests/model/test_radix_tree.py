@@ -31,9 +31,21 @@ class TreeMachine(RuleBasedStateMachine):
         super().__init__()
         self.pair = TreePair(1)
 
-    @initialize(size=st.sampled_from([1, 4, 64]), threshold=st.integers(1, 2), write_back=st.booleans())
-    def start(self, size: int, threshold: int, write_back: bool) -> None:
-        self.pair = TreePair(size, write_threshold=threshold, write_back=write_back, num_pages=16, num_frames=24)
+    @initialize(
+        keys=st.sampled_from([(1, None), (4, None), (64, None), (8, "sha256")]),
+        threshold=st.integers(1, 2),
+        write_back=st.booleans(),
+    )
+    def start(self, keys: tuple[int, str | None], threshold: int, write_back: bool) -> None:
+        size, scheme = keys
+        self.pair = TreePair(
+            size,
+            write_threshold=threshold,
+            write_back=write_back,
+            num_pages=16,
+            num_frames=24,
+            wrapped_scheme=scheme,
+        )
 
     @rule(prompt=PROMPTS, scope=st.integers(0, 1), tail=st.integers(0, 63), adopt=st.booleans())
     def match(self, prompt: list[int], scope: int, tail: int, adopt: bool) -> None:

@@ -59,12 +59,12 @@ class TreePair:
         num_pages: int = 40,
         num_frames: int = 40,
         hash_bits: int = 64,
+        wrapped_scheme: str | None = None,
     ) -> None:
         self.page_size = page_size
-        self.native = RadixTree(
-            page_size, NAMESPACE, write_threshold=write_threshold, write_back=write_back, hash_bits=hash_bits
-        )
-        self.oracle = Oracle(page_size, NAMESPACE, write_threshold=write_threshold, write_back=write_back)
+        rules = {"write_threshold": write_threshold, "write_back": write_back, "wrapped_scheme": wrapped_scheme}
+        self.native = RadixTree(page_size, NAMESPACE, hash_bits=hash_bits, **rules)
+        self.oracle = Oracle(page_size, NAMESPACE, **rules)
         self.pages, self.frames = Places(num_pages), Places(num_frames)
         self.nodes: list[PairIds] = []
         self.locks: list[tuple[PairIds, int]] = []

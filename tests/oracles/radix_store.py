@@ -19,6 +19,7 @@ from cachekernels.tree_types import (
     TreeStats,
 )
 
+from tests.oracles.page_keys import wrap_hash
 from tests.oracles.radix_node import Node, Op, i64, ints, key_rows, u32
 
 # Idle scope roots are swept when this many scopes exist, or twice those that survived the last sweep.
@@ -36,11 +37,13 @@ class NodeStore:
         write_threshold: int = 1,
         eviction_policy: str = "lru",
         write_back: bool = False,
+        wrapped_scheme: str | None = None,
     ) -> None:
         if page_size < 1 or write_threshold < 1 or len(namespace) != 32 or eviction_policy not in EVICTION_POLICIES:
             raise ValueError("page_size >= 1, write_threshold >= 1, a namespace of 32 bytes, eviction_policy lru")
         self.page_size = page_size
         self._namespace = namespace
+        self._wrapped_scheme = wrapped_scheme
         self._threshold = write_threshold
         self._write_back = write_back
         self._clear_all()
@@ -150,8 +153,11 @@ class NodeStore:
         keys: list[bytes] = []
         for at in range(0, len(tokens) - self.page_size + 1, self.page_size):
             page = np.array(tokens[at : at + self.page_size], dtype="<u4").tobytes()
-            head = b"cs1/root" + self._namespace + node.scope if previous is None else b"cs1/next" + previous
-            previous = sha256(head + page).digest()
+            if self._wrapped_scheme is None:
+                head = b"cs1/root" + self._namespace + node.scope if previous is None else b"cs1/next" + previous
+                previous = sha256(head + page).digest()
+            else:
+                previous = wrap_hash(self._wrapped_scheme, self._namespace, node.scope, page)
             keys.append(previous)
         return keys
 

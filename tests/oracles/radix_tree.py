@@ -69,7 +69,7 @@ class RadixTree(NodeOps):
         keys: list[bytes] = []
         if self._orphans:
             for key in self._chain(node, self._last_key(node), tokens):
-                if key not in self._orphans:
+                if key not in self._orphans or key in keys:
                     break
                 keys.append(key)
         if not keys:

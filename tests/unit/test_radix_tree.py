@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from cachekernels.pages import chain_keys
+from cachekernels.pages import chain_keys, wrap_hashes
 from cachekernels.tree import DEVICE, HOST, ZERO_SCOPE, Busy, LockError, RadixTree, StaleNode, TreeError
 
 from tests.unit.tree_cases import (
@@ -413,6 +413,37 @@ def test_clear_gives_everything_back_or_names_what_is_held(tree: Tree) -> None:
         tree.info(node)
     assert tree.match(tokens("abc")).num_pages == 0
     tree.check()
+
+
+# ---------------------------------------------------------------- wrapped hashes
+@pytest.mark.parametrize("kind", ALL, ids=["native", "oracle"])
+def test_wrapped_keys_name_each_hash_by_itself_wherever_it_stands(kind: type[Tree]) -> None:
+    tree = kind(8, NAMESPACE, wrapped_scheme="sha256")
+    hashes = tokens("abcd", 8)
+    names = wrap_hashes("sha256", NAMESPACE, OTHER_SCOPE, hashes.view(np.uint8).reshape(-1, 32))
+    root = tree.match(hashes, OTHER_SCOPE).node
+    assert (tree.keys_after(root, hashes) == names).all()
+    upper = tree.insert_host(root, hashes[:16], places(0, 1), names[:2], stored=False)
+    assert (tree.keys_after(upper.node, hashes[16:]) == names[2:]).all()
+    assert (tree.begin_backup(ids(upper.node)).keys == names[:2]).all()
+    tree.add_orphans(names[2:], places(2, 3), np.array([2, 3], np.uint32), np.zeros(2, np.uint64))
+    assert tree.match(hashes).adopted_pages == 0  # another scope
+    found = tree.match(hashes, OTHER_SCOPE)
+    assert (found.adopted_pages, list(found.host_frames)) == (2, [0, 1, 2, 3])
+    done = tree.insert(hashes, places(7, 8, 9, 10), OTHER_SCOPE)  # keys the tree makes by itself
+    other = tree.insert(tokens("xyz", 8), places(11, 12, 13), OTHER_SCOPE)
+    written = tree.begin_write(other.to_write, places(4, 5, 6))
+    rows = tokens("xyz", 8).view(np.uint8).reshape(-1, 32)
+    assert (written.keys == wrap_hashes("sha256", NAMESPACE, OTHER_SCOPE, rows)).all()
+    assert len(done.to_write) == 0
+    tree.check()
+
+
+def test_hashes_that_cannot_be_wrapped_are_refused() -> None:
+    with pytest.raises(ValueError, match="'xxhash' is not known to be collision resistant"):
+        RadixTree(8, NAMESPACE, wrapped_scheme="xxhash")
+    with pytest.raises(ValueError, match="a hash of scheme 'sha256' has 32 bytes, got 16"):
+        RadixTree(4, NAMESPACE, wrapped_scheme="sha256")
 
 
 # ---------------------------------------------------------------- arguments and threads
