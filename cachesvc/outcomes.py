@@ -206,6 +206,7 @@ class Bypass(StrEnum):
     """Why no tier below the device keeps anything of a request, in an engine that manages its own device cache."""
 
     ADAPTER = "adapter"  # its adapter has no digest of its content
+    INPUT = "input"  # an image or the like goes by a name that is no digest of its content
     STREAMING = "streaming"  # its prompt goes on growing and shrinking while it runs
 
 

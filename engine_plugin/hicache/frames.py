@@ -21,6 +21,8 @@ stays what it was, and readable by others, until the next writer begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from cachekernels.region import Records
 from cachekernels.slots import FREE, LENT, QUARANTINED, USED, SlotStates
@@ -35,10 +37,14 @@ from engine_plugin.hicache.counts import CacheCounts
 class HostFrames:
     """The frames of one region, whose manager this engine is."""
 
-    def __init__(self, num_frames: int, tree: RadixTree, counts: CacheCounts) -> None:
+    def __init__(
+        self, num_frames: int, tree: RadixTree, counts: CacheCounts, on_freed: Callable[[I32], None] | None = None
+    ) -> None:
+        """`on_freed` is told of frames that hold nothing any more."""
         self._slots = SlotStates(num_frames)
         self._tree = tree
         self._counts = counts
+        self._on_freed = on_freed
         self.num_frames = num_frames
 
     def take_over(self, records: Records) -> None:
@@ -91,6 +97,8 @@ class HostFrames:
     def _release(self, frames: I32, source: int) -> None:
         if len(frames):
             self._slots.move(frames, source, FREE)
+            if self._on_freed is not None:
+                self._on_freed(frames)
 
     def release(self, frames: I32) -> None:
         """USED frames that hold nothing any more."""

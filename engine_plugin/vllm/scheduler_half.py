@@ -1,0 +1,230 @@
+"""The scheduler's side of the connector: vLLM's questions turned into those of the core, and nothing raised into vLLM.
+
+DESIGN. The workers say once what their part of a page is like (`start`); until then, and where something stands in the
+way of a cache, every answer is "nothing cached". An error of ours that nobody foresaw ends the cache, not the engine:
+what was promised to the engine and not begun is handed to the workers as a load that fails, so that no request waits
+for it. vLLM's objects come in as they are (see `EngineRequest`); no module of vLLM is needed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from cachesvc.outcomes import Bypass
+from engine_plugin.hicache.base import CloseReason
+from engine_plugin.vllm.blocks import Rank
+from engine_plugin.vllm.events import News
+from engine_plugin.vllm.metadata import LoadOp, RegionAddress, StepResults, StepWork, WorkerShape
+from engine_plugin.vllm.requests import EngineRequest
+from engine_plugin.vllm.scheduler_core import SchedulerCore
+from engine_plugin.vllm.stats import Deltas
+from engine_plugin.vllm.stores import Reused
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 3.0
+"""How long an engine that stops writes to storage what waits for it."""
+T = TypeVar("T")
+
+
+class BlockPool(Protocol):
+    """What is asked of vLLM's block pool."""
+
+    blocks: Sequence[Any]
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> Sequence[Any] | None: ...
+    def touch(self, blocks: Sequence[Any]) -> None: ...
+    def unpin_blocks(self, blocks: Sequence[Any], on_reuse: Reused) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A node's session and what is built on it. `close` ends what was started for it."""
+
+    core: SchedulerCore
+    address: RegionAddress
+    close: Callable[[], None]
+
+
+OpenSession = Callable[[Mapping[Rank, WorkerShape], "SchedulerHalf"], Session | None]
+"""Opens the session for workers of these shapes; None, with a warning logged, where there will be no cache."""
+
+
+class SchedulerHalf:
+    """Every hook of the scheduler's side. The engine's scheduler thread only."""
+
+    def __init__(
+        self, page_tokens: int, open_session: OpenSession, scope_of: Callable[[EngineRequest, str], bytes | Bypass]
+    ) -> None:
+        """`scope_of(request, salt)`: what the request's pages are shared in, or why there is nothing that is safe."""
+        self._page_tokens = page_tokens
+        self._open_session = open_session
+        self._scope_of = scope_of
+        self._salt = ""
+        self._session: Session | None = None
+        self._core: SchedulerCore | None = None
+        self._deltas: Deltas | None = None
+        self._pool: BlockPool | None = None
+        self._stranded: list[LoadOp] = []
+        self._num_stranded = 0
+
+    # ---- start and end
+
+    def bind(self, pool: BlockPool) -> None:
+        """The engine's block pool."""
+        self._pool = pool
+
+    def start(self, shapes: Mapping[Rank, WorkerShape]) -> None:
+        """The workers are there. Raises what is wrong with the configuration; blocks while memory is cleared."""
+        if self._session is not None:
+            return
+        self._session = self._open_session(shapes, self)
+        if self._session is not None:
+            self._core = self._session.core
+            self._deltas = Deltas(self._core.metrics())
+
+    def shutdown(self) -> None:
+        """Write out what waits, then end the session. Idempotent."""
+        session, self._session, self._core = self._session, None, None
+        if session is None:
+            return
+        try:
+            num_lost = session.core.shutdown(DRAIN_S)
+            if num_lost:
+                log.warning("%d pages did not get to storage in the %g s there were", num_lost, DRAIN_S)
+        except Exception:
+            log.exception("the cache did not end well")
+        finally:
+            session.close()
+
+    # ---- the life of a request
+
+    def opened(self, request: EngineRequest) -> None:
+        """A request arrived."""
+        self._ask(lambda core: self._open(core, request), None)
+
+    def matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """What `get_num_new_matched_tokens` answers."""
+        if request.skip_reading_prefix_cache or num_computed_tokens % self._page_tokens:
+            return 0, False
+        first_page = num_computed_tokens // self._page_tokens
+        none: int | None = 0
+        num_pages = self._ask(lambda core: core.external_pages(request.request_id, first_page), none)
+        if num_pages is None:
+            return None, False
+        return num_pages * self._page_tokens, num_pages > 0
+
+    def allocated(self, request: EngineRequest, blocks: Callable[[], Sequence[int]], num_external_tokens: int) -> None:
+        """The request has its blocks, and waits for a load of that many tokens if there are any."""
+        num_pages = num_external_tokens // self._page_tokens
+        targets = blocks() if num_pages else ()
+        is_begun = self._ask(lambda core: core.allocated(request.request_id, targets, num_pages), False)
+        if num_pages and not is_begun and all(load.request_id != request.request_id for load in self._stranded):
+            first_page = request.num_computed_tokens // self._page_tokens
+            self._strand(request.request_id, targets, first_page, num_pages)
+
+    def storage_tokens(self, request: EngineRequest) -> int:
+        """Of the load that has just been begun: tokens that came from storage."""
+        return self._ask(lambda core: core.storage_tokens(request.request_id), 0)
+
+    def finished(self, request: EngineRequest, reason: CloseReason) -> None:
+        """The request is over; its blocks are the engine's."""
+        self._ask(lambda core: core.close(request.request_id, reason), None)
+
+    # ---- one step
+
+    def work(self, scheduled: Mapping[str, int], blocks_of: Callable[[str], Sequence[int]]) -> StepWork:
+        """What the workers do in this step."""
+        work = self._ask(lambda core: core.step(scheduled, blocks_of), None) or StepWork()
+        stranded, self._stranded = self._stranded, []
+        work.loads.extend(stranded)
+        if self._session is not None and (work.loads or work.stores):
+            work.region = self._session.address
+        return work
+
+    def take_results(self, results: StepResults) -> None:
+        """What the workers have ended."""
+        self._ask(lambda core: core.take_results(results), None)
+
+    def step_over(self) -> dict[str, dict[str, float]] | None:
+        """The engine has taken in a step. Returns what was counted since the last time, or None where that is nothing
+        new or too soon."""
+        self._ask(lambda core: core.step_over(), None)
+        deltas = self._deltas
+        if deltas is None:
+            return None
+        return self._ask(lambda core: deltas.take(is_idle=core.num_open == 0), None)
+
+    def news(self) -> list[News]:
+        """What came to the host and went from it."""
+        return self._ask(lambda core: core.take_news(), [])
+
+    def has_work(self) -> bool:
+        """The engine has to go on stepping although no request needs it."""
+        return self._ask(lambda core: core.has_copies, False)
+
+    def reset(self) -> bool | None:
+        """Nothing kept so far is ever served again. None: there is no cache. False: loads are under way, nothing
+        changed."""
+        none: bool | None = None
+        return self._ask(self._reset, none)
+
+    # ---- for the core
+
+    def watch(self, blocks: Sequence[int], on_reuse: Reused) -> None:
+        """See `stores.Watch`. The pool keeps no reference: it calls when it hands a block out, or forgets it."""
+        assert self._pool is not None, "requests come after the pool"
+        pool_blocks = [self._pool.blocks[block] for block in blocks]
+        self._pool.touch(pool_blocks)
+        self._pool.unpin_blocks(pool_blocks, on_reuse)
+
+    # ---- steps
+
+    def _open(self, core: SchedulerCore, request: EngineRequest) -> None:
+        match self._scope_of(request, self._salt):
+            case Bypass() as why:
+                core.bypass(why)
+            case scope:
+                core.open(request, scope, self._num_device_pages(request))
+
+    def _num_device_pages(self, request: EngineRequest) -> int:
+        """Leading pages the engine's own prefix cache has now. It evicts a prefix from its end: bisection finds it."""
+        pool, hashes = self._pool, request.block_hashes
+        assert pool is not None, "requests come after the pool"
+        if request.skip_reading_prefix_cache:
+            return len(hashes)
+        return bisect_left(range(len(hashes)), True, key=lambda at: pool.get_cached_block(hashes[at], [0]) is None)
+
+    def _reset(self, core: SchedulerCore) -> bool | None:
+        """Pages stay where they are, in storage too; under another salt nothing finds them, and nobody else's."""
+        if core.has_loads:
+            return False
+        self._salt = secrets.token_hex(16)
+        core.renew(lambda request: self._scope_of(request, self._salt))
+        return True
+
+    def _ask(self, call: Callable[[SchedulerCore], T], otherwise: T) -> T:
+        core = self._core
+        if core is None:
+            return otherwise
+        try:
+            return call(core)
+        except Exception:
+            log.exception("the cache of this engine failed and is off from now on; the engine goes on without it")
+            self._core = None
+            self._stranded.extend(core.begun_loads())
+            return otherwise
+
+    def _strand(self, request_id: str, blocks: Sequence[int], first_page: int, num_pages: int) -> None:
+        """A load that was promised and cannot be made: the workers say that it failed, and the engine computes."""
+        self._num_stranded += 1
+        targets = np.array(blocks[first_page : first_page + num_pages], np.int32)
+        frames, generations = np.zeros(num_pages, np.int32), np.zeros(num_pages, np.uint64)
+        self._stranded.append(LoadOp(-self._num_stranded, request_id, targets, frames, generations))

@@ -1,0 +1,147 @@
+"""From vLLM's configuration to the scheduler's half: what it keeps, in what namespace, at which node.
+
+What cannot work is refused here, before the engine serves: a ValueError (or the node's refusal) with one line for the
+operator. What the cache does not support is no error: it stays off, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cachesvc.client.base import Attachment, AttachRefused, AttachRequest
+from cachesvc.clock import SystemClock
+from cachesvc.config.model import ConfigError
+from cachesvc.daemon.summary import size
+from cachesvc.identity import Identity, scope_digest
+from cachesvc.outcomes import AttachResult, Bypass
+from engine_plugin.hicache.config import CacheConfig
+from engine_plugin.hicache.link import NodeLink, open_link
+from engine_plugin.vllm.blocks import Rank, frame_bytes, frame_offsets
+from engine_plugin.vllm.checkpoint import AdapterDigests
+from engine_plugin.vllm.config import ConnectorConfig, parse_config
+from engine_plugin.vllm.identity import check_block_hash, engine_identity, has_content_hashes, why_unsupported
+from engine_plugin.vllm.metadata import RegionAddress, WorkerShape
+from engine_plugin.vllm.region_sharing import RegionServer
+from engine_plugin.vllm.requests import EngineRequest
+from engine_plugin.vllm.scheduler_core import CoreSettings, SchedulerCore
+from engine_plugin.vllm.scheduler_half import SchedulerHalf, Session
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """One vLLM engine: its configuration, its KV cache, and the tokens of one of its blocks."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+    page_tokens: int
+
+    def connector_config(self) -> ConnectorConfig:
+        """The operator's part, checked. ConfigError."""
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer.kv_role != "kv_both":
+            raise ConfigError(f"kv_role={transfer.kv_role}: this connector both stores and loads; set kv_both")
+        check_block_hash(self.vllm_config)
+        if transfer.kv_load_failure_policy != "recompute":
+            log.warning(
+                "kv_load_failure_policy is 'fail': a request whose pages cannot be loaded will end with an error; set "
+                "'recompute' to have them computed"
+            )
+        return parse_config(transfer.kv_connector_extra_config or {})
+
+    @property
+    def wants_events(self) -> bool:
+        """Somebody follows vLLM's KV events."""
+        events = self.vllm_config.kv_events_config
+        return events is not None and bool(events.enable_kv_cache_events)
+
+
+class Scopes:
+    """What requests share their pages in, apart from what is in vLLM's block hash."""
+
+    def __init__(self) -> None:
+        self._adapters = AdapterDigests()
+
+    def scope_of(self, request: EngineRequest, salt: str) -> bytes | Bypass:
+        """32 bytes, or why there is none that is safe."""
+        if request.resumable:
+            return Bypass.STREAMING
+        if request.mm_features and not has_content_hashes(request.mm_features):
+            return Bypass.INPUT
+        lora = request.lora_request
+        if lora is None:
+            return scope_digest(salt=salt)
+        digest = self._adapters.of(lora.lora_path, lora.lora_int_id)
+        return Bypass.ADAPTER if digest is None else scope_digest(adapter_digest=digest, salt=salt)
+
+
+def scheduler_half(setup: EngineSetup) -> SchedulerHalf:
+    """The half that an engine's scheduler talks to. ConfigError."""
+    config = setup.connector_config()
+
+    def open_session(shapes: Mapping[Rank, WorkerShape], half: SchedulerHalf) -> Session | None:
+        why_off = why_unsupported(setup.vllm_config, setup.kv_cache_config)
+        why_off = why_off or next((shape.why_off for shape in shapes.values() if shape.why_off), "")
+        if why_off or not shapes:
+            log.warning("only the device caches: %s", why_off or "no worker said what its blocks are like")
+            return None
+        return _open_session(setup, config, shapes, half)
+
+    return SchedulerHalf(setup.page_tokens, open_session, Scopes().scope_of)
+
+
+def _open_session(
+    setup: EngineSetup, config: ConnectorConfig, shapes: Mapping[Rank, WorkerShape], half: SchedulerHalf
+) -> Session | None:
+    identity = engine_identity(setup.vllm_config, setup.kv_cache_config, shapes, config.model_revision)
+    num_frames = config.num_host_frames(setup.kv_cache_config.num_blocks, frame_bytes(shapes))
+    cache_config = config.cache_config(setup.page_tokens, num_frames, f"vllm-{identity.namespace().hex()[:16]}")
+    link = open_link(cache_config)
+    attachment = _attach(link, cache_config, identity)
+    if attachment is None:
+        return None
+    settings = CoreSettings(
+        cache_config, check_block_hash(setup.vllm_config), len(shapes), half.watch, setup.wants_events
+    )
+    core = SchedulerCore(attachment, link.client, settings, SystemClock())
+    server = RegionServer(attachment.region)
+    address = RegionAddress(server.socket_path, attachment.region.region_id, frame_offsets(shapes))
+
+    def close() -> None:
+        server.close()
+        link.close()
+
+    host = size(num_frames * attachment.region.stride_bytes)
+    log.info(
+        "host     %d tokens in %d frames, %s, all ranks together", num_frames * setup.page_tokens, num_frames, host
+    )
+    for line in link.describe():
+        log.info("%s", line)
+    return Session(core, address, close)
+
+
+def _attach(link: NodeLink, config: CacheConfig, identity: Identity) -> Attachment | None:
+    """None, with a warning: the node is of no use to this engine. AttachRefused, LinkFailed, RegionTooLarge: what the
+    operator asked for cannot be had."""
+    why = ""
+    try:
+        request = AttachRequest(identity, config.group, config.num_host_frames, identity.page_bytes())
+        attachment = link.attach(request)
+        if attachment.enabled:
+            return attachment
+        why = attachment.warning
+    except AttachRefused as refused:
+        if refused.result is not AttachResult.REFUSED_VERSION:
+            link.close()
+            raise
+        why = str(refused)
+    except BaseException:
+        link.close()
+        raise
+    log.warning("only the device caches: %s", why)
+    link.close()
+    return None
