@@ -4,12 +4,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "fault_guard.hpp"
+
 namespace cachesvc {
 
 ObjectIndex::ObjectIndex(uint64_t capacity_bytes, uint64_t total_address)
     : capacity_(capacity_bytes),
       is_alone_(total_address == 0),
-      total_(total_address ? *reinterpret_cast<uint64_t*>(total_address) : own_total_),
+      total_(total_address ? reinterpret_cast<uint64_t*>(total_address) : &own_total_),
       table_(64, none) {}
 
 // ---- the hash table and the list ----
@@ -126,22 +128,37 @@ void ObjectIndex::touch(const ObjectId* ids, const uint8_t* which, size_t count)
 
 // ---- room ----
 
+// Runs change(total) until nobody else has changed the total meanwhile; returns the total before. Memory that is gone
+// counts as full, and changes of it are lost.
+template <class Change>
+uint64_t ObjectIndex::change_total(const Change& change) const {
+    uint64_t before = capacity_;
+    const auto body = [this, &change, &before](size_t) {
+        std::atomic_ref<uint64_t> total(*total_);
+        uint64_t now = total.load();
+        while (!total.compare_exchange_weak(now, change(now))) {
+        }
+        before = now;
+    };
+    guarded_each(1, body, [](size_t) {});
+    return before;
+}
+
+void ObjectIndex::add_total(uint64_t bytes) {
+    change_total([bytes](uint64_t now) { return now + bytes; });
+}
+
 // The medium can be changed from outside (a file removed by hand and by us at once), so the total is kept from
 // wrapping.
 void ObjectIndex::sub_total(uint64_t bytes) {
-    uint64_t now = total_.load();
-    while (!total_.compare_exchange_weak(now, now > bytes ? now - bytes : 0)) {
-    }
+    change_total([bytes](uint64_t now) { return now > bytes ? now - bytes : 0; });
 }
 
 // Takes up to `wanted` free bytes at once; returns what it got and by how much the total is above the capacity.
 std::pair<uint64_t, uint64_t> ObjectIndex::take_free(uint64_t wanted) {
-    uint64_t now = total_.load();
-    while (true) {
-        const uint64_t taken = std::min(wanted, now < capacity_ ? capacity_ - now : 0);
-        const uint64_t excess = now > capacity_ ? now - capacity_ : 0;
-        if (total_.compare_exchange_weak(now, now + taken)) return {taken, excess};
-    }
+    const auto taken = [this, wanted](uint64_t now) { return std::min(wanted, now < capacity_ ? capacity_ - now : 0); };
+    const uint64_t before = change_total([&taken](uint64_t now) { return now + taken(now); });
+    return {taken(before), before > capacity_ ? before - capacity_ : 0};
 }
 
 std::vector<ObjectIndex::Victim> ObjectIndex::choose_victims(uint64_t to_free) const {
@@ -367,7 +384,7 @@ void ObjectIndex::end_scan() {
 
 ObjectIndex::Usage ObjectIndex::usage() const {
     std::lock_guard lock(mutex_);
-    return {total_.load(), reserved_, capacity_, set_aside_bytes_, num_objects_};
+    return {change_total([](uint64_t now) { return now; }), reserved_, capacity_, set_aside_bytes_, num_objects_};
 }
 
 void ObjectIndex::check() const {

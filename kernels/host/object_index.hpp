@@ -3,7 +3,7 @@
 // DESIGN. A hash table of ids with an LRU list through its entries, under one mutex; no I/O. Room is counted in one
 // number, the total: bytes of objects, of objects set aside, of victims not removed yet and of reservations. It may
 // live in memory shared by several processes that use one directory, so that total <= capacity holds for all of them
-// together.
+// together. Whoever can write there can also cut that memory off (a file made shorter); it then counts as full.
 //
 // A put goes reserve -> (remove the victims) -> settle -> write -> commit. A reservation takes free room at once and
 // the room of its victims when they are gone, so the total never passes the capacity at any instant.
@@ -115,14 +115,16 @@ class ObjectIndex {
     std::vector<Victim> choose_victims(uint64_t to_free) const;
     void remove_victims(const std::vector<Victim>& victims);
     static uint64_t refuse_from_end(const uint64_t* bytes, size_t count, uint8_t* admission, uint64_t too_much);
-    void add_total(uint64_t bytes) { total_.fetch_add(bytes); }
+    template <class Change>
+    uint64_t change_total(const Change& change) const;
+    void add_total(uint64_t bytes);
     void sub_total(uint64_t bytes);
 
     mutable std::mutex mutex_;
     const uint64_t capacity_;
     const bool is_alone_;  // the total is this index's own and must add up
     alignas(8) uint64_t own_total_ = 0;
-    std::atomic_ref<uint64_t> total_;
+    uint64_t* const total_;
     uint64_t reserved_ = 0, set_aside_bytes_ = 0;
     uint32_t stamp_ = 0;
     uint64_t moment_ = 0;  // insertions so far

@@ -95,7 +95,8 @@ class FileBackend(StorageBackend):
 
     def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
         result = self._on_current(lambda directory: directory.put_from(ids, segments, guard))
-        if self._is_time_to_look(has_failed=bool((result == Outcome.FAILED).any())) and self._replace_lost():
+        has_failed = bool((result == Outcome.FAILED).any()) or not self._current.sees_count()
+        if self._is_time_to_look(has_failed=has_failed) and self._replace_lost():
             # What was said to exist went with the directory. The new one takes it once its scan has ended.
             result[result != Outcome.OK] = Outcome.THROTTLED
         return result

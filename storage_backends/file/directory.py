@@ -153,6 +153,8 @@ class ObjectDirectory(StorageBackend):
                 self._index.remove_victims(reservation)
             try:
                 result = ADMISSION_OUTCOMES[reservation.admission()]
+                if (result == Outcome.NO_SPACE).any() and self._index.look_again():
+                    result[result == Outcome.NO_SPACE] = Outcome.THROTTLED
                 numbers = self._write(ids, segments, result, guard)
                 with self._naming:
                     self._publish(ids, numbers, result)
@@ -260,6 +262,10 @@ class ObjectDirectory(StorageBackend):
         """Whether the directory was removed, replaced or emptied since: nothing put here is found by anybody then."""
         with self._calls.call():
             return not self._writers.is_registered()
+
+    def sees_count(self) -> bool:
+        """Whether the room that all processes have taken can be told. No I/O."""
+        return self._writers.sees_count()
 
     def replaced_by(self, open_next: Callable[[], ObjectDirectory]) -> ObjectDirectory:
         """What `open_next` opens in this one's place, which is closed then. No call runs meanwhile, so that nothing is

@@ -1,9 +1,10 @@
 """What a directory of objects holds, kept in memory: built by a scan at start, then maintained by the backend.
 
 DESIGN. The scan runs in its own thread, native and by shard, reading names and metadata only. Until it has ended, the
-index knows a part: what it does not know is asked from the medium, and nothing may be put. Afterwards the index is the
-truth as long as this process is alone in the directory; when others are attached, unknown ids are asked from the
-medium.
+index knows a part: what it does not know is asked from the medium, and nothing may be put. A step that fails is tried
+again after a pause that doubles up to a minute. Afterwards the index is the truth as long as this process is alone in
+the directory; when others are attached, unknown ids are asked from the medium, and when there is no room and nothing
+known that could leave, the same thread looks once more at what there is.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
-from cachekernels.files import NUM_SHARDS, FileIo
+from cachekernels.files import NUM_SHARDS, FileIo, FoundFiles
 from cachekernels.objects import ObjectIndex, Removal, Reservation
 from numpy.typing import NDArray
 
@@ -24,18 +29,30 @@ from storage_backends.file.writers import Writers
 
 logger = logging.getLogger(__name__)
 
+Bools = NDArray[np.bool_]
+T = TypeVar("T")
+
 _SHARDS_A_CALL = 16
+_LONGEST_PAUSE_S = 60.0
+_LOOK_SHARE = 10
+"""Another look begins when so many times the duration of the last one have passed, and a second."""
 
 
 class FileIndex:
     """`ObjectIndex` of one directory, with the scan that fills it. Starts scanning at once."""
 
-    def __init__(self, files: FileIo, writers: Writers, machine: Machine, capacity_bytes: int) -> None:
+    def __init__(
+        self, files: FileIo, writers: Writers, machine: Machine, capacity_bytes: int, *, retry_s: float = 1.0
+    ) -> None:
         self.objects = ObjectIndex(capacity_bytes, writers.total_address)
         self._files = files
         self._writers = writers
         self._machine = machine
+        self._capacity_bytes = capacity_bytes
+        self._retry_s = retry_s
         self._stop = threading.Event()
+        self._wanted = threading.Event()
+        self._next_look_s = 0.0
         self._ended = threading.Event()
         self._is_complete = False
         self._is_counting = False
@@ -87,46 +104,136 @@ class FileIndex:
         removal[errors == errno.ENOENT] = Removal.REMOVED if self.counts_found else Removal.VANISHED
         self.objects.settle(reservation, removal)
 
+    def look_again(self) -> bool:
+        """There is no room, and nothing known that could leave: whether others may have put something that could, and
+        the directory is being looked at for it."""
+        if self._writers.is_alone() or not self._is_complete:
+            return False
+        if not self._wanted.is_set() and time.monotonic() >= self._next_look_s:
+            self._wanted.set()
+        return self._wanted.is_set()
+
     def close(self) -> None:
         """Stop the scan and wait for its thread."""
         self._stop.set()
+        self._wanted.set()
         self._thread.join()
 
     def _scan(self) -> None:
         try:
-            self._is_counting = self._writers.join(self._stop)
+            self._is_counting = self._keep_trying(partial(self._writers.join, self._stop))
             try:
-                self._is_complete = self._fill()
+                self._fill()
+                self._is_complete = True
             finally:
-                self._writers.end_turn(is_counted=self._is_complete)
+                self._keep_trying(partial(self._writers.end_turn, is_counted=self._is_complete))
         except StorageClosed:
-            pass
+            return
         except Exception:
             logger.exception("the scan of the object directory failed: it stays readable, and nothing is put there")
+            return
         finally:
             self._ended.set()
+        self._serve()
 
-    def _fill(self) -> bool:
-        """False: stopped before the end."""
-        alive = self._writers.others_alive() | {self._writers.token}
+    def _serve(self) -> None:
+        """What is left to do after the scan: other looks at what others have put."""
+        while self._wanted.wait() and not self._stop.is_set():
+            begun_s = time.monotonic()
+            try:
+                self.objects.begin_scan()
+                self._keep_trying(self._take_in_all)
+                self.objects.end_scan()
+            except StorageClosed:
+                return
+            ended_s = time.monotonic()
+            self._next_look_s = ended_s + 1.0 + _LOOK_SHARE * (ended_s - begun_s)
+            self._wanted.clear()
+
+    def _keep_trying(self, step: Callable[[], T]) -> T:
+        """What `step` returns once it does. Raises StorageClosed."""
+        pause_s = self._retry_s
+        while not self._stop.is_set():
+            try:
+                return step()
+            except OSError as error:
+                logger.warning("cannot look at the object directory, again in %.0f s: %s", pause_s, error)
+            self._stop.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise StorageClosed("the file backend was closed while it looked at what there is")
+
+    def _fill(self) -> None:
+        alive = self._keep_trying(self._writers.others_alive) | {self._writers.token}
+        orphans = Orphans()
         for begin in range(0, NUM_SHARDS, _SHARDS_A_CALL):
-            if self._stop.is_set():
-                return False
-            found = self._files.scan(begin, begin + _SHARDS_A_CALL)
-            mine = self._machine.mine(found)
-            self.objects.add_scanned(
-                np.ascontiguousarray(found.ids[mine]),
-                found.num_bytes[mine].astype(np.uint64),
-                np.ascontiguousarray(found.modified_ns[mine]),
-                counted=self._is_counting,
-            )
-            self._writers.remove_stale(found.temporary, alive)
-        aside = self._files.scan_set_aside()
-        order = np.argsort(aside.modified_ns, kind="stable")
-        order = order[self._machine.owned(aside)[order]]
-        lengths = aside.num_bytes[order].astype(np.uint64)
-        self.objects.adopt_set_aside(np.ascontiguousarray(aside.ids[order]), lengths, counted=self._is_counting)
+            temporary = self._keep_trying(partial(self._take_in, begin, orphans))
+            self._keep_trying(partial(self._writers.remove_stale, temporary, alive))
+        self._keep_trying(partial(self._adopt, orphans))
+        self._take_in_set_aside(self._keep_trying(self._files.scan_set_aside))
         self.objects.end_scan()
         self.remove_victims(self.objects.overflow())
-        self._writers.bury(alive)
-        return True
+        self._keep_trying(partial(self._writers.bury, alive))
+
+    def _take_in_set_aside(self, found: FoundFiles) -> None:
+        """This machine's own, and those of nobody's: they leave first, so that room is no matter."""
+        owned = self._machine.owned(found)
+        adopted = self._machine.adopt_aside(found, self._machine.orphaned(found, owned))
+        for which, is_counted in ((adopted, True), (owned, self._is_counting)):
+            order = np.argsort(found.modified_ns, kind="stable")
+            order = order[which[order]]
+            lengths = found.num_bytes[order].astype(np.uint64)
+            self.objects.adopt_set_aside(np.ascontiguousarray(found.ids[order]), lengths, counted=is_counted)
+
+    def _take_in_all(self) -> None:
+        """What others have put since; they have counted it."""
+        for begin in range(0, NUM_SHARDS, _SHARDS_A_CALL):
+            found = self._files.scan(begin, begin + _SHARDS_A_CALL)
+            self._add(found, self._machine.owned(found), counted=False)
+
+    def _take_in(self, begin: int, orphans: Orphans) -> list[str]:
+        """Some shards: what is this machine's goes into the index, what is nobody's to `orphans`. Returns temporary
+        files. More than once does no harm."""
+        found = self._files.scan(begin, begin + _SHARDS_A_CALL)
+        mine = self._machine.owned(found)
+        self._add(found, mine, counted=self._is_counting)
+        orphans.put(begin, found, self._machine.orphaned(found, mine))
+        return found.temporary
+
+    def _adopt(self, orphans: Orphans) -> None:
+        """Objects of machines that are gone, which nobody counts, as far as there is room for them, the newest first.
+
+        The others stay where they are, to be read by everybody, until their owner is back or one starts who has room.
+        """
+        for found in orphans.newest(self._capacity_bytes - self.objects.usage().total_bytes):
+            self._add(found, self._machine.adopt(found), counted=True)
+
+    def _add(self, found: FoundFiles, which: Bools, *, counted: bool) -> None:
+        self.objects.add_scanned(
+            np.ascontiguousarray(found.ids[which]),
+            found.num_bytes[which].astype(np.uint64),
+            np.ascontiguousarray(found.modified_ns[which]),
+            counted=counted,
+        )
+
+
+class Orphans:
+    """Objects of nobody's, met by a scan."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, FoundFiles] = {}
+
+    def put(self, shard: int, found: FoundFiles, which: Bools) -> None:
+        """Those of `found`, which is what `shard` holds, that are nobody's."""
+        self._found[shard] = FoundFiles(found.ids[which], found.num_bytes[which], found.modified_ns[which], [])
+
+    def newest(self, room_bytes: int) -> list[FoundFiles]:
+        """The newest ones that take no more than `room_bytes`."""
+        parts = [found for found in self._found.values() if len(found.ids)]
+        if not parts or room_bytes <= 0:
+            return []
+        num_bytes = np.concatenate([found.num_bytes for found in parts])
+        modified_ns = np.concatenate([found.modified_ns for found in parts])
+        order = np.argsort(-modified_ns, kind="stable")
+        order = order[np.cumsum(num_bytes[order]) <= room_bytes]
+        ids = np.concatenate([found.ids for found in parts])
+        return [FoundFiles(np.ascontiguousarray(ids[order]), num_bytes[order], modified_ns[order], [])]

@@ -7,8 +7,11 @@ see writers.py) lies in `machines/<name>/`, so that memory is mapped by processe
 as long as one of its processes holds `machines/<name>/alive` under a shared flock, which file systems made for sharing
 (NFS 4, CephFS, Lustre with flock) keep between machines.
 
-A scan takes in its own objects and those whose owner is not a live machine; the latter are stamped anew, by one machine
-at a time (`machines/adopt.lock`): a dead machine's objects go to whoever starts next.
+A scan takes in its own objects and, as far as there is room, those whose owner is not a live machine; the latter are
+stamped anew, by one machine at a time (`machines/adopt.lock`): a dead machine's objects go to whoever starts next.
+
+A process without a name takes the whole directory for its own, so it and machines keep out of each other's: neither
+opens one that the other uses.
 
     OneMachine       a directory that is this machine's alone: everything in it is its own
     SharedMachines   one of several machines
@@ -30,6 +33,7 @@ import numpy as np
 from cachekernels.files import FoundFiles
 from numpy.typing import NDArray
 
+from storage_backends.errors import StorageConfigError
 from storage_backends.file.locks import is_free, try_lock
 
 logger = logging.getLogger(__name__)
@@ -38,7 +42,7 @@ Bools = NDArray[np.bool_]
 I64 = NDArray[np.int64]
 _OWNER_BITS = 20
 _OWNERS = 1 << _OWNER_BITS
-_DIRECTORY, _ALIVE, _ADOPT, _WRITERS = "machines", "alive", "adopt.lock", "writers"
+_DIRECTORY, _ALIVE, _ADOPT, _WRITERS, _SET_ASIDE = "machines", "alive", "adopt.lock", "writers", "set-aside"
 
 
 class Machine(ABC):
@@ -53,12 +57,22 @@ class Machine(ABC):
         """int64[count]: times of modification for objects written now; later ones of a batch are older."""
 
     @abstractmethod
-    def mine(self, found: FoundFiles) -> Bools:
-        """Which objects of a scan are this machine's, or have just become so."""
-
-    @abstractmethod
     def owned(self, found: FoundFiles) -> Bools:
-        """Which of them are this machine's already."""
+        """Which objects of a scan are this machine's."""
+
+    def orphaned(self, found: FoundFiles, owned: Bools) -> Bools:
+        """Which of those that are not `owned` are no live machine's."""
+        del found
+        return ~owned
+
+    def adopt(self, found: FoundFiles) -> Bools:
+        """Makes objects of nobody's this machine's; which of them have become so."""
+        return np.zeros(len(found.ids), np.bool_)
+
+    def adopt_aside(self, found: FoundFiles, which: Bools) -> Bools:
+        """The same for objects set aside, and for those of `which` only."""
+        del which
+        return np.zeros(len(found.ids), np.bool_)
 
     @abstractmethod
     def foreign_tokens(self) -> set[str]:
@@ -75,19 +89,24 @@ class OneMachine(Machine):
     is_shared = False
 
     def __init__(self, root: Path) -> None:
+        """Raises StorageConfigError where machines use the directory."""
         self.home = root
+        machines = _live_machines(root / _DIRECTORY)
+        if machines:
+            names = ", ".join(sorted(machine.name for machine in machines))
+            raise StorageConfigError(
+                f"path: machines use {str(root)!r} ({names}): set machine to a name of this one's own, or name another "
+                "path"
+            )
 
     def stamps(self, now_ns: int, count: int) -> I64:
         return now_ns - np.arange(count, dtype=np.int64)
-
-    def mine(self, found: FoundFiles) -> Bools:
-        return self.owned(found)
 
     def owned(self, found: FoundFiles) -> Bools:
         return np.ones(len(found.ids), np.bool_)
 
     def foreign_tokens(self) -> set[str]:
-        return set()
+        return _tokens_of(_live_machines(self.home / _DIRECTORY))
 
     def close(self) -> None:
         """Nothing to do."""
@@ -99,6 +118,12 @@ class SharedMachines(Machine):
     is_shared = True
 
     def __init__(self, root: Path, name: str) -> None:
+        """Raises StorageConfigError where a process without a name uses the directory."""
+        if _has_live_writers(root / _WRITERS):
+            raise StorageConfigError(
+                f"path: a process without machine uses {str(root)!r} and takes all of it for its own: set machine "
+                "there too, or name another path"
+            )
         self._root = root
         self._all = root / _DIRECTORY
         self.home = self._all / name
@@ -111,45 +136,46 @@ class SharedMachines(Machine):
     def stamps(self, now_ns: int, count: int) -> I64:
         return (now_ns // _OWNERS - np.arange(count, dtype=np.int64)) * _OWNERS + self.owner
 
-    def mine(self, found: FoundFiles) -> Bools:
-        owners = found.modified_ns % _OWNERS
-        mine = self.owned(found)
-        if mine.all():
-            return mine
-        orphaned = ~mine & ~np.isin(owners, list(self._live_owners()))
-        if orphaned.any():
-            with self._adopting() as is_my_turn:
-                if is_my_turn:
-                    for at in np.flatnonzero(orphaned).tolist():
-                        mine[at] = self._adopt(found.ids[at].tobytes().hex(), int(found.modified_ns[at]))
-        return mine
-
     def owned(self, found: FoundFiles) -> Bools:
         return np.equal(found.modified_ns % _OWNERS, self.owner)
 
+    def orphaned(self, found: FoundFiles, owned: Bools) -> Bools:
+        if owned.all():
+            return ~owned
+        return ~owned & ~np.isin(found.modified_ns % _OWNERS, list(self._live_owners()))
+
+    def adopt(self, found: FoundFiles) -> Bools:
+        return self._stamp(
+            found, np.ones(len(found.ids), np.bool_), lambda name: self._root / name[:2] / f"{name}.page"
+        )
+
+    def adopt_aside(self, found: FoundFiles, which: Bools) -> Bools:
+        return self._stamp(found, which, lambda name: self._root / _SET_ASIDE / f"{name}.page")
+
     def foreign_tokens(self) -> set[str]:
-        tokens: set[str] = set()
-        for name in self._live_machines():
-            try:
-                tokens.update(token.lstrip(".") for token in os.listdir(self._all / name / _WRITERS))
-            except FileNotFoundError:  # it has just begun
-                continue
-        return tokens
+        return _tokens_of(self._live_machines()) | set(_writers_in(self._root / _WRITERS))
 
     def close(self) -> None:
         os.close(self._alive_fd)
 
-    def _live_machines(self) -> list[str]:
-        """Names of the other machines that live. A machine of which that cannot be told counts as alive."""
-        names = [entry.name for entry in os.scandir(self._all) if entry.is_dir() and entry.name != self._name]
-        return [name for name in names if not _succeeds(partial(is_free, self._all / name / _ALIVE))]
+    def _live_machines(self) -> list[Path]:
+        return [machine for machine in _live_machines(self._all) if machine.name != self._name]
 
     def _live_owners(self) -> set[int]:
-        return {owner_of(name) for name in self._live_machines()}
+        return {owner_of(machine.name) for machine in self._live_machines()}
 
-    def _adopt(self, name: str, modified_ns: int) -> bool:
-        """Stamps an object of nobody's as this machine's. False: it is gone, or somebody else's by now."""
-        path = self._root / name[:2] / f"{name}.page"
+    def _stamp(self, found: FoundFiles, which: Bools, path_of: Callable[[str], Path]) -> Bools:
+        """Marks those of `which` as this machine's; which of them it could."""
+        stamped = np.zeros(len(found.ids), np.bool_)
+        if which.any():
+            with self._adopting() as is_my_turn:
+                for at in np.flatnonzero(which).tolist() if is_my_turn else ():
+                    path = path_of(found.ids[at].tobytes().hex())
+                    stamped[at] = self._stamp_one(path, int(found.modified_ns[at]))
+        return stamped
+
+    def _stamp_one(self, path: Path, modified_ns: int) -> bool:
+        """False: it is gone, or somebody else's by now."""
         try:
             if path.stat().st_mtime_ns != modified_ns:
                 return False
@@ -173,6 +199,31 @@ class SharedMachines(Machine):
 def owner_of(name: str) -> int:
     """A machine's mark in the stamps of its objects."""
     return int.from_bytes(hashlib.sha256(b"cachesvc/machine" + name.encode()).digest()[:4], "little") % _OWNERS
+
+
+def _live_machines(directory: Path) -> list[Path]:
+    """Folders of the machines that live. A machine of which that cannot be told counts as alive."""
+    try:
+        folders = [Path(entry.path) for entry in os.scandir(directory) if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    return [folder for folder in folders if not _succeeds(partial(is_free, folder / _ALIVE))]
+
+
+def _tokens_of(machines: list[Path]) -> set[str]:
+    return {token for machine in machines for token in _writers_in(machine / _WRITERS)}
+
+
+def _writers_in(directory: Path) -> list[str]:
+    """Tokens of processes; those that are just beginning too."""
+    try:
+        return [token.lstrip(".") for token in os.listdir(directory)]
+    except FileNotFoundError:
+        return []
+
+
+def _has_live_writers(directory: Path) -> bool:
+    return not all(_succeeds(partial(is_free, directory / token)) for token in _writers_in(directory))
 
 
 def _succeeds(lock: Callable[[], bool]) -> bool:

@@ -10,6 +10,10 @@ work.
 processes have joined so far. A process that starts alone counts the directory anew; one that joins others trusts their
 count. All of that happens under the flock of `start.lock`, one starter at a time. A crash leaves reservations of the
 dead in the count: too much, never too little, until somebody starts alone.
+
+The file `usage` may be made shorter, or written over, by anybody with rights to it. Every access is guarded: memory
+that is gone counts as full, and a page that is no longer what this process joined is a directory that was lost
+(`is_registered`). The number of joins begins anywhere, so that a page made anew is another one.
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+from cachekernels.arrays import U64
+from cachekernels.spoiled_memory import MemoryFault, gather, scatter
+
 from storage_backends.errors import StorageClosed
 from storage_backends.file.locks import is_free, try_lock
 from storage_backends.file.machines import Machine
@@ -31,22 +39,50 @@ from storage_backends.file.machines import Machine
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02
+_MAX_JOINS = 1 << 20  # of one page; a page that is ahead by more is another one
 _DIRECTORY = "writers"
 _LOCK = "start.lock"
 _USAGE = "usage"
 
 
-class _Counters(ctypes.Structure):
-    """The page `usage`: 8-byte words, changed only atomically or under `start.lock`."""
+class _Counters:
+    """The page `usage`: 8-byte words, changed only atomically or under `start.lock`. Raises MemoryFault where the file
+    ends before them."""
 
-    _fields_ = (
-        ("total_bytes", ctypes.c_uint64),
-        ("joins", ctypes.c_uint64),
-        ("is_counted", ctypes.c_uint64),
-    )
-    total_bytes: int
-    joins: int
-    is_counted: int
+    TOTAL_BYTES, JOINS, IS_COUNTED = range(3)
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self.make_whole()
+            self._memory = mmap.mmap(self._fd, mmap.PAGESIZE)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    @property
+    def address(self) -> int:
+        """Of the total; mapped until `close`."""
+        return self._start
+
+    def make_whole(self) -> None:
+        """Not a hole: on a full file system the first write to one, through the mapping, would be a SIGBUS."""
+        os.posix_fallocate(self._fd, 0, mmap.PAGESIZE)
+
+    def __getitem__(self, word: int) -> int:
+        return int.from_bytes(gather(*self._range(word)), "little")
+
+    def __setitem__(self, word: int, value: int) -> None:
+        scatter(value.to_bytes(8, "little"), *self._range(word))
+
+    def close(self) -> None:
+        """The mapping ends."""
+        self._memory.close()
+        os.close(self._fd)
+
+    def _range(self, word: int) -> tuple[U64, U64]:
+        return np.array([self._start + 8 * word], np.uint64), np.array([8], np.uint64)
 
 
 class Writers:
@@ -64,19 +100,21 @@ class Writers:
             undo.callback(self._unregister)
             self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock_fd)
-            self._memory = self._map(directory / _USAGE)
+            self._counters = _Counters(directory / _USAGE)
             undo.pop_all()
-        self._counters = _Counters.from_buffer(self._memory)
-        self._joins_alone = -1
+        self._joined = self._joins_alone = -1
 
     @property
     def total_address(self) -> int:
         """Where the shared byte count lies; mapped until `close`."""
-        return ctypes.addressof(self._counters)
+        return self._counters.address
 
     def is_alone(self) -> bool:
         """This process started alone and nobody has joined since; once False, False for good."""
-        return self._counters.joins == self._joins_alone
+        try:
+            return self._counters[_Counters.JOINS] == self._joins_alone
+        except MemoryFault:
+            return False
 
     def join(self, stop: threading.Event) -> bool:
         """Wait for this process's turn to start, then join. True: the directory must be counted, from 0.
@@ -86,20 +124,23 @@ class Writers:
         while not try_lock(self._lock_fd):
             if stop.wait(_TURN_S):
                 raise StorageClosed("the file backend was closed while it waited for its turn to start")
+        counters = self._counters
+        counters.make_whole()
         is_first = not self.others_alive()
-        must_count = is_first or not self._counters.is_counted
+        must_count = is_first or not counters[_Counters.IS_COUNTED]
         if must_count:
-            self._counters.is_counted = 0
-            self._counters.total_bytes = 0
-        self._counters.joins += 1
+            counters[_Counters.IS_COUNTED] = 0
+            counters[_Counters.TOTAL_BYTES] = 0
+        self._joined = (counters[_Counters.JOINS] or secrets.randbits(48)) + 1
+        counters[_Counters.JOINS] = self._joined
         if is_first:
-            self._joins_alone = self._counters.joins
+            self._joins_alone = self._joined
         return must_count
 
     def end_turn(self, *, is_counted: bool) -> None:
         """Give up `start.lock`. is_counted: the directory's bytes are all in the count now."""
         if is_counted:
-            self._counters.is_counted = 1
+            self._counters[_Counters.IS_COUNTED] = 1
         fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
 
     def remove_stale(self, temporary: list[str], alive: set[str]) -> None:
@@ -120,17 +161,25 @@ class Writers:
                 (self._directory / token).unlink(missing_ok=True)
 
     def is_registered(self) -> bool:
-        """Whether others can see that this process uses the directory. One system call."""
+        """Whether others can see that this process uses the directory, and it sees their count. Two system calls."""
         try:
             named = os.stat(self._directory / self.token)
         except OSError:
             return False
-        return os.path.samestat(named, os.fstat(self._token_fd))
+        return os.path.samestat(named, os.fstat(self._token_fd)) and self.sees_count()
+
+    def sees_count(self) -> bool:
+        """Whether the shared page is still the one that this process joined."""
+        if self._joined < 0:
+            return True
+        try:
+            return 0 <= self._counters[_Counters.JOINS] - self._joined < _MAX_JOINS
+        except MemoryFault:
+            return False
 
     def close(self) -> None:
         """Leave. The byte count stays as it is, for the others and for nobody. Never raises."""
-        del self._counters
-        self._memory.close()
+        self._counters.close()
         os.close(self._lock_fd)
         self._unregister()
 
@@ -154,13 +203,3 @@ class Writers:
 
     def _is_dead(self, token: str) -> bool:
         return is_free(self._directory / token)
-
-    @staticmethod
-    def _map(path: Path) -> mmap.mmap:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            # Not a hole: on a full file system the first write to one, through the mapping, would be a SIGBUS.
-            os.posix_fallocate(fd, 0, mmap.PAGESIZE)
-            return mmap.mmap(fd, mmap.PAGESIZE)
-        finally:
-            os.close(fd)

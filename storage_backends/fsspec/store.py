@@ -81,27 +81,29 @@ class FsspecStore(ObjectStore):
 
     def size(self, name: str) -> int:
         path = self._path(name)
-        with self._failures(path):
-            try:
-                found = self._fs.info(path)
-            except FileNotFoundError:
-                return -1
-        if found.get("type") == "directory":
+        found = self._info(path)
+        if found is None or not _is_file(found):
             return -1
         if found.get("size") is None:
             raise ObjectError(Outcome.FAILED, f"{path}: the file system tells no sizes")
         return int(found["size"])
 
     def read(self, name: str, into: list[memoryview]) -> Outcome:
+        if self._is_on_disk and self.size(name) < 0:
+            return Outcome.MISS  # opening a pipe would wait for its writer
         value = self._value(name)
         if value is None:
             return Outcome.MISS
         return Outcome.OK if fill(into, value) else Outcome.CORRUPT
 
     def write(self, name: str, value: bytes) -> Outcome:
-        if self.size(name) >= 0:
-            return Outcome.EXISTS
         path = self._path(name)
+        found = self._info(path)
+        if found is not None:
+            if _is_file(found):
+                return Outcome.EXISTS
+            # A rename would move the object into a folder, or put it in the place of what is not ours.
+            raise ObjectError(Outcome.FAILED, f"{path}: a {found.get('type')} is in its place")
         with self._failures(path):
             self._commit.write(self._fs, path, value)
         return Outcome.OK
@@ -139,6 +141,14 @@ class FsspecStore(ObjectStore):
     def close(self) -> None:
         """fsspec has no call for it: connections end with the file system object."""
 
+    def _info(self, path: str) -> Mapping[str, Any] | None:
+        with self._failures(path):
+            try:
+                found: Mapping[str, Any] = self._fs.info(path)
+            except FileNotFoundError:
+                return None
+        return found
+
     def _value(self, name: str) -> bytes | None:
         path = self._path(name)
         with self._failures(path):
@@ -162,7 +172,7 @@ class FsspecStore(ObjectStore):
         if name.endswith(TEMPORARY) and is_name(name[:NAME_DIGITS]):
             self._remove_stale(path, entry)
         name = name.removesuffix(SUFFIX)
-        if not is_name(name) or not path.endswith(self._path(name)):
+        if not is_name(name) or not path.endswith(self._path(name)) or not _is_file(entry):
             return None
         return name, int(entry["size"]), _modified_ns(entry)
 
@@ -182,6 +192,11 @@ class FsspecStore(ObjectStore):
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
+
+
+def _is_file(found: Mapping[str, Any]) -> bool:
+    """Not a folder, a pipe or the like; drivers that know no types have files only."""
+    return found.get("type", "file") in ("file", "link")
 
 
 def _modified_ns(entry: Mapping[str, Any]) -> int:

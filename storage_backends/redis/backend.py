@@ -35,7 +35,7 @@ from storage_backends.base import (
 from storage_backends.errors import StorageConfigError, StorageError, StorageFailed, StorageUnavailable
 from storage_backends.in_flight import InFlight
 from storage_backends.redis.config import RedisConfig
-from storage_backends.redis.names import Names, argument, check_ids, command, words
+from storage_backends.redis.names import Names, Rows, argument, check_ids, command, words
 from storage_backends.redis.replies import is_error, outcome_of
 from storage_backends.redis.spread import Spread
 from storage_backends.redis.topology import open_topology
@@ -305,11 +305,15 @@ class RedisBackend(StorageBackend):
             self._topology.close()
 
     def _contains(self, ids: ObjectIds) -> Outcomes:
-        keys = self._names.keys(ids)
+        arguments = command(*argument(self._names.keys(ids)))
+        most = self._topology.keys_a_command
 
         def ask(wire: Wire, which: NDArray[np.intp], result: Outcomes) -> None:
-            wire.send_rows(command(b"*2\r\n" + words(b"EXISTS"), *argument(keys[which])))
-            result[which] = _flagged(wire, len(which), yes=Outcome.OK, no=Outcome.MISS)
+            if most > 1 and len(which) > most:
+                which = _ask_groups(wire, arguments, which, result, most)
+            if len(which):
+                wire.send_rows(command(b"*2\r\n" + words(b"EXISTS"), arguments[which]))
+                result[which] = _flagged(wire, len(which), yes=Outcome.OK, no=Outcome.MISS)
 
         return self._spread.do(ids, ask)
 
@@ -317,6 +321,21 @@ class RedisBackend(StorageBackend):
 def _chosen(guard: Guard | None, which: NDArray[np.intp]) -> Guard | None:
     """The guard of these objects of a batch."""
     return None if guard is None else lambda: guard()[which]
+
+
+def _ask_groups(wire: Wire, arguments: Rows, which: NDArray[np.intp], result: Outcomes, most: int) -> NDArray[np.intp]:
+    """Asks how many of each `most` neighbours exist: all and none are answers. A command for each key costs the server,
+    which has one thread, three times as much, and a prompt has one place where its stored pages end. Returns the
+    positions that are still open."""
+    groups = [which[begin : begin + most] for begin in range(0, len(which), most)]
+    wire.send([b"*%d\r\n" % (len(group) + 1) + words(b"EXISTS") + arguments[group].tobytes() for group in groups])
+    open_groups = [np.empty(0, dtype=np.intp)]
+    for group, reply in zip(groups, wire.replies(len(groups)), strict=True):
+        if reply == 0 or reply == len(group):
+            result[group] = Outcome.OK if reply else Outcome.MISS
+        else:  # some of them, or it is refused: asked one by one, the server says what is wrong
+            open_groups.append(group)
+    return np.concatenate(open_groups)
 
 
 def _flagged(wire: Wire, count: int, *, yes: Outcome, no: Outcome) -> Outcomes:

@@ -41,7 +41,10 @@ class Part:
 
 
 class Topology(ABC):
-    """See the module text."""
+    """See the module text. `keys_a_command`: how many keys one command may name; they must be in one slot where there
+    are slots, and those of neighbours are not."""
+
+    keys_a_command = 1
 
     @abstractmethod
     def parts(self, ids: ObjectIds, which: NDArray[np.intp]) -> list[Part]:
@@ -70,6 +73,8 @@ class Topology(ABC):
 
 class SingleServer(Topology):
     """One server has everything."""
+
+    keys_a_command = 32
 
     def __init__(self, config: RedisConfig) -> None:
         self._server = Server(config.addresses[0], config)

@@ -1,15 +1,13 @@
 """Two machines and one medium: what one stored, the other finds; both may write one page; either may die at any moment.
 
-A machine is a daemon of its own here, with its own memory, socket and name. Pages follow from their keys, so that every
-byte that comes back can be checked.
+A machine is a daemon of its own here, with its own memory, socket and name. In networks of their own:
+test_fleet_networks.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,58 +15,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import cachesvc
 from cachesvc import Outcome
-from tests.helpers.daemon import DaemonProcess, Home
+from tests.helpers.fleet import HANG_S, Machine, Tier, keys_of, pages_of
 from tests.helpers.redis_servers import Server, fresh_prefix
 from tests.helpers.seaweed import Seaweed
-
-PAGE_BYTES = 16384
-HANG_S = 60
-Tier = Callable[[str], dict[str, object]]
-"""The table of the shared tier, for the machine of that name."""
-
-
-def keys_of(numbers: range) -> NDArray[np.uint8]:
-    return np.stack([np.frombuffer(hashlib.sha256(b"%d" % n).digest(), np.uint8) for n in numbers])
-
-
-def pages_of(numbers: range) -> NDArray[np.uint8]:
-    return np.stack([np.random.default_rng(n).integers(0, 256, PAGE_BYTES, dtype=np.uint8) for n in numbers])
-
-
-class Machine:
-    """A daemon whose only tier is the shared one, and a store client of it."""
-
-    def __init__(self, stack: ExitStack, tier: dict[str, object]) -> None:
-        home = Home()
-        stack.callback(home.remove)
-        flags = ["--memory.managed-bytes", "64 MiB", "--tier", json.dumps([tier])]
-        self.daemon = stack.enter_context(DaemonProcess(home, *flags))
-        self.store = stack.enter_context(
-            cachesvc.connect_store(
-                f"unix://{home.socket}", namespace="fleet", page_bytes=PAGE_BYTES, memory_bytes=16 << 20
-            )
-        )
-
-    def wait_stored(self, num_pages: int) -> None:
-        """Until so many pages have been stored, or were found stored, by this machine."""
-        deadline = threading.Event()
-        for _ in range(HANG_S * 20):
-            text = self.daemon.client.get("/metrics").text
-            counts = [line.split() for line in text.splitlines() if line.startswith("cachesvc_stored_pages_total")]
-            done = sum(float(value) for name, value in counts if '"ok"' in name or '"exists"' in name)
-            if done >= num_pages:
-                return
-            deadline.wait(0.05)
-        raise AssertionError(f"{num_pages} pages were not stored:\n{text}")
-
-    def check(self, numbers: range) -> int:
-        """Gets pages; every one that comes must be right. Returns how many came."""
-        out = np.zeros((len(numbers), PAGE_BYTES), np.uint8)
-        found = self.store.get(keys_of(numbers), out) == Outcome.OK
-        assert np.array_equal(out[found], pages_of(numbers)[found]), "a wrong page"
-        return int(np.count_nonzero(found))
 
 
 @pytest.fixture(params=["directory", "redis cluster", "s3"])

@@ -539,22 +539,97 @@ class TestStart:
         assert first.wait_ready(60)
         first.close()
 
-    def test_a_scan_that_fails_leaves_the_tier_readable(
+    def test_a_scan_that_meets_an_error_leaves_the_tier_readable_and_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         ids, pages, target = make_ids(1), Buffers.make(1, OBJECT_BYTES, seed=1), Buffers.make(1, OBJECT_BYTES)
         with opened(tmp_path) as backend:
             backend.put_from(ids, pages.segments())
-        with monkeypatch.context() as patch:
-            patch.setattr(FileIo, "scan", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-            backend = FileBackend(FileConfig(tmp_path, 2**20))
-            assert not backend.wait_ready(60)
-        assert "the scan of the object directory failed" in caplog.text
-        assert backend.get_into(ids, target.segments()).tolist() == [Outcome.OK]
-        assert backend.put_from(make_ids(1, seed=2), pages.segments()).tolist() == [Outcome.THROTTLED]
-        with opened(tmp_path) as healthy:  # another process may start, and counts anew
-            assert healthy.usage().used_bytes == OBJECT_BYTES
+        has_failed, is_broken, scan = threading.Event(), True, FileIo.scan
+
+        def failing(files: FileIo, begin: int, end: int) -> object:
+            if is_broken and begin:
+                has_failed.set()
+                raise OSError(5, "Input/output error")
+            return scan(files, begin, end)
+
+        monkeypatch.setattr(FileIo, "scan", failing)
+        with closing(FileBackend(FileConfig(tmp_path, 2**20))) as backend:
+            assert has_failed.wait(60)
+            assert not backend.wait_ready(0)
+            assert backend.get_into(ids, target.segments()).tolist() == [Outcome.OK]
+            assert backend.put_from(make_ids(1, seed=2), pages.segments()).tolist() == [Outcome.THROTTLED]
+            is_broken = False
+            assert backend.wait_ready(60)
+            assert backend.usage().used_bytes == OBJECT_BYTES
+            assert backend.put_from(make_ids(1, seed=2), pages.segments()).tolist() == [Outcome.OK]
+        assert "cannot look at the object directory, again in 1 s: [Errno 5]" in caplog.text
+
+    def test_closing_ends_a_scan_that_waits_for_its_next_try(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        has_failed = threading.Event()
+
+        def failing(*_: object) -> object:
+            has_failed.set()
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(FileIo, "scan", failing)
+        backend = FileBackend(FileConfig(tmp_path, 2**20))
+        assert has_failed.wait(60)
         backend.close()
+        assert not backend.wait_ready(0)
+        monkeypatch.undo()
+        with opened(tmp_path) as next_one:
+            assert next_one.usage().used_bytes == 0
+
+
+class TestCountCutShort:
+    """The page that all processes count in is a file, which anybody can make shorter."""
+
+    @pytest.mark.parametrize("size", [0, 8], ids=["emptied", "cut"])
+    def test_it_is_no_crash_and_the_directory_is_counted_anew(self, tmp_path: Path, size: int) -> None:
+        pages = Buffers.make(1, OBJECT_BYTES, seed=1)
+        with closing(FileBackend(FileConfig(tmp_path, 4 * OBJECT_BYTES))) as backend:
+            assert backend.wait_ready(60)
+            assert backend.put_from(make_ids(1, 1), pages.segments()).tolist() == [Outcome.OK]
+            os.truncate(tmp_path / "usage", size)
+            assert backend.usage().used_bytes <= 4 * OBJECT_BYTES
+            assert backend.contains(make_ids(1, 1)).tolist() == [Outcome.OK]
+            assert backend.get_into(make_ids(1, 1), pages.segments()).tolist() == [Outcome.OK]
+            backend.put_from(make_ids(1, 2), pages.segments())
+            assert backend.wait_ready(60)
+            for seed in range(3, 10):
+                assert backend.put_from(make_ids(1, seed), pages.segments()).tolist() == [Outcome.OK]
+            assert backend.usage().used_bytes == 4 * OBJECT_BYTES == bytes_of_objects(tmp_path)
+
+    def test_a_page_made_anew_is_not_mistaken_for_the_old_one(self, tmp_path: Path) -> None:
+        pages = Buffers.make(1, OBJECT_BYTES, seed=1)
+        with closing(FileBackend(FileConfig(tmp_path, 4 * OBJECT_BYTES))) as backend:
+            assert backend.wait_ready(60)
+            for seed in range(4):
+                backend.put_from(make_ids(1, seed), pages.segments())
+            os.truncate(tmp_path / "usage", 0)
+            os.truncate(tmp_path / "usage", 4096)
+            backend.put_from(make_ids(1, 9), pages.segments())
+            assert backend.wait_ready(60)
+            for seed in range(10, 14):
+                backend.put_from(make_ids(1, seed), pages.segments())
+            assert bytes_of_objects(tmp_path) <= 4 * OBJECT_BYTES
+
+    def test_a_page_that_another_process_has_made_anew_is_another_one(self, tmp_path: Path) -> None:
+        config = FileConfig(tmp_path, 8 * OBJECT_BYTES)
+        with closing(FileBackend(config)) as first:
+            assert first.wait_ready(60)
+            os.truncate(tmp_path / "usage", 0)
+            with closing(FileBackend(config)) as second:
+                assert second.wait_ready(60)
+                assert second._current.sees_count()
+                assert not first._current.sees_count()
+
+
+def bytes_of_objects(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.glob("??/*.page"))
 
 
 class TestResources:

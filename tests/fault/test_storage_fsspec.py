@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -313,3 +313,24 @@ class TestOpening:
         with closing(open_backend("fsspec", {"url": "broken://pages"})) as far:
             assert far.capabilities().remote
             assert "deadline_exceeded" in far.tallies()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_file_under_an_objects_name_is_no_object_and_holds_nobody_up(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    ids, pages = make_ids(2), Buffers.make(2, 4096, 1)
+    digits = ids[0].tobytes().hex()
+    in_its_place = tmp_path / digits[:2] / f"{digits}.page"
+    in_its_place.parent.mkdir()
+    make(in_its_place)
+    with closing(open_backend("fsspec", {"url": tmp_path.as_uri()})) as backend:
+        assert backend.contains(ids).tolist() == [Outcome.MISS] * 2
+        assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.FAILED, Outcome.OK]
+        assert backend.contains(ids).tolist() == [Outcome.MISS, Outcome.OK]
+        target = Buffers.make(2, 4096)
+        assert backend.get_into(ids, target.segments()).tolist() == [Outcome.MISS, Outcome.OK]
+        assert backend.delete(ids).tolist() == [Outcome.MISS, Outcome.OK]
+        assert [len(batch.ids) for batch in backend.scan()] == []
+    assert in_its_place.exists() and not list(tmp_path.glob("*/*.tmp"))
+    assert in_its_place.is_fifo() or not list(in_its_place.iterdir())

@@ -124,6 +124,48 @@ def test_whoever_was_gone_and_comes_back_has_lost_them(fleet: Fleet) -> None:
     assert num_held(back, ids) == 3
 
 
+def test_an_heir_takes_over_as_much_as_it_has_room_for(fleet: Fleet) -> None:
+    """The newest; the others stay for everybody to read, and for their owner."""
+    first, reader = fleet.start("a", 16), fleet.start("r")
+    old, new = put(first, 6, seed=1), put(first, 2, seed=2)
+    first.close()
+    heir = fleet.start("b", ROOM)
+    assert heir.usage().used_bytes == ROOM * SIZE
+    assert fleet.files() == 8, "nothing was evicted for it"
+    assert num_held(reader, old) == 6 and num_held(reader, new) == 2
+    put(heir, 2, seed=3)
+    assert heir.usage().used_bytes == ROOM * SIZE
+    assert num_held(reader, new) == 2
+    back = fleet.start("a", 16)
+    assert back.usage().used_bytes == 4 * SIZE
+    assert fleet.start("c", 16).usage().used_bytes == 0
+
+
+def test_what_a_machine_that_is_gone_had_set_aside_is_counted_and_leaves_first(fleet: Fleet) -> None:
+    first = fleet.start("a", 16)
+    ids, pages = make_ids(2, 1), Buffers.make(2, SIZE, 1)
+    assert (first.put_from(ids, pages.segments()) == Outcome.OK).all()
+    assert (first.set_aside(ids, pages.segments()) == Outcome.OK).all()
+    first.close()
+    heir = fleet.start("b", ROOM)
+    assert heir.usage().set_aside_bytes == heir.usage().used_bytes == 2 * SIZE
+    put(heir, ROOM, seed=2)
+    assert heir.usage().set_aside_bytes == 0
+    assert not list((fleet.root / "set-aside").iterdir())
+
+
+def test_a_process_without_a_name_and_machines_keep_out_of_each_others_directories(fleet: Fleet) -> None:
+    machine = fleet.start("a")
+    with pytest.raises(StorageConfigError, match=r"machines use .* \(a\): set machine"):
+        FileBackend(FileConfig(fleet.root, ROOM * SIZE))
+    machine.close()
+    with closing(FileBackend(FileConfig(fleet.root, ROOM * SIZE))) as alone:
+        assert alone.wait_ready(HANG_S)
+        with pytest.raises(StorageConfigError, match="a process without machine uses"):
+            fleet.start("a")
+    fleet.start("a")
+
+
 def test_objects_from_before_the_directory_was_shared_are_nobodys(fleet: Fleet) -> None:
     with closing(FileBackend(FileConfig(fleet.root, ROOM * SIZE))) as alone:
         assert alone.wait_ready(HANG_S)

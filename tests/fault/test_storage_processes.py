@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ import numpy as np
 import pytest
 
 from storage_backends.base import Outcome
-from storage_backends.testing.objects import Buffers
+from storage_backends.file.backend import FileBackend
+from storage_backends.file.config import FileConfig
+from storage_backends.testing.objects import Buffers, make_ids
 from tests.helpers import storage_child
 from tests.helpers.storage_child import OBJECT_BYTES, PAGE_BYTES, ids_of, open_verified, pages_of
 
@@ -186,8 +190,35 @@ class TestManyProcesses:
             most = max(most, bytes_on_disk(tmp_path))
         assert [writer.wait() for writer in writers] == [0] * 4
         outcomes = [writer.hear() for writer in writers]
-        assert all(set(each) <= {"OK", "NO_SPACE"} for each in outcomes), outcomes
+        # THROTTLED: full of what others have put, which is being looked for.
+        assert all(set(each) <= {"OK", "NO_SPACE", "THROTTLED"} for each in outcomes), outcomes
         assert 20 * OBJECT_BYTES < most <= capacity
         backend = open_verified(tmp_path, capacity)
         assert backend.usage().used_bytes == bytes_on_disk(tmp_path) <= capacity
         backend.close()
+
+
+class TestFullDirectory:
+    def test_a_process_finds_what_another_one_has_filled_it_with(self, tmp_path: Path) -> None:
+        """Two openings of one process are two writers: what tells them apart are their locks."""
+        config = FileConfig(tmp_path, 8 * OBJECT_BYTES)
+        with closing(FileBackend(config)) as first, closing(FileBackend(config)) as second:
+            assert first.wait_ready(60) and second.wait_ready(60)
+            full, more = Buffers.make(8, OBJECT_BYTES, 1), Buffers.make(2, OBJECT_BYTES, 2)
+            assert (first.put_from(make_ids(8, 1), full.segments()) == Outcome.OK).all()
+            ids = make_ids(2, 2)
+            looked = second._current._index
+            assert (second.put_from(ids, more.segments()) == Outcome.THROTTLED).all(), "it looks what could leave"
+            for _ in range(6000):
+                if not looked._wanted.is_set():
+                    break
+                threading.Event().wait(0.01)
+            assert (second.put_from(ids, more.segments()) == Outcome.OK).all()
+            assert bytes_on_disk(tmp_path) == second.usage().used_bytes == 8 * OBJECT_BYTES
+
+    def test_where_nothing_may_leave_it_is_full(self, tmp_path: Path) -> None:
+        with closing(FileBackend(FileConfig(tmp_path, 2 * OBJECT_BYTES))) as alone:
+            assert alone.wait_ready(60)
+            three = Buffers.make(3, OBJECT_BYTES, 1)
+            answers = alone.put_from(make_ids(3, 1), three.segments())
+            assert answers.tolist() == [Outcome.OK] * 2 + [Outcome.NO_SPACE]

@@ -596,3 +596,30 @@ def test_a_server_without_a_limit_is_warned_of(valkey_server: Server, caplog: py
     finally:
         client.config_set("maxmemory", 0)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("stored", ["none", "all", "a prefix", "every other", "one of the last group"])
+def test_a_long_lookup_tells_each_page(valkey_server: Server, stored: str) -> None:
+    """Neighbours are asked about together; what is not the same for all of them, one by one."""
+    ids = make_ids(203)
+    which = {
+        "none": np.zeros(203, np.bool_),
+        "all": np.ones(203, np.bool_),
+        "a prefix": np.arange(203) < 77,
+        "every other": np.arange(203) % 2 == 0,
+        "one of the last group": np.arange(203) == 202,
+    }[stored]
+    with closing(open_backend("redis", {"url": valkey_server.unix_url, "prefix": fresh_prefix()})) as backend:
+        own = ids[which].copy()
+        if len(own):
+            backend.put_from(own, Buffers.make(len(own), 64, 1).segments())
+        assert backend.contains(ids).tolist() == np.where(which, Outcome.OK, Outcome.MISS).tolist()
+
+
+def test_a_long_lookup_of_a_member_of_a_cluster_still_says_what_to_set(valkey_cluster: list[Server]) -> None:
+    options = {"url": valkey_cluster[0].unix_url, "prefix": fresh_prefix(), "check_at_start": False}
+    with (
+        closing(open_backend("redis", options)) as backend,
+        pytest.raises(StorageError, match="cluster = true"),
+    ):
+        backend.contains(make_ids(100))

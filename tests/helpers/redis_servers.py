@@ -56,6 +56,7 @@ class Server:
     binary: str
     flags: list[str]
     tls: Tls | None = None
+    host: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
     directory: Path = field(default_factory=lambda: Path(tempfile.gettempdir()) / f"rs-{os.urandom(6).hex()}")
     process: subprocess.Popen[bytes] | None = None
@@ -70,7 +71,7 @@ class Server:
 
     @property
     def tcp_url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
+        return f"redis://{self.host}:{self.port}"
 
     def client(self) -> redis.Redis:
         """A plain client of redis-py with all rights."""
@@ -82,7 +83,8 @@ class Server:
         ports = ["--port", str(self.port)]
         if self.tls is not None:
             ports = ["--port", "0", "--tls-port", str(self.port), *self.tls.flags]
-        fixed = ["--bind", "127.0.0.1", "--unixsocket", self.socket_path, "--dir", str(self.directory), "--save", ""]
+        fixed = ["--bind", self.host, "--unixsocket", self.socket_path, "--dir", str(self.directory), "--save", ""]
+        fixed += ["--protected-mode", "no"]  # or it serves nobody from another address
         with open(self.directory / "log", "ab") as log:
             self.process = subprocess.Popen([self.binary, *ports, *fixed, *self.flags], stdout=log, stderr=log)
         try:
@@ -128,24 +130,24 @@ class Server:
         shutil.rmtree(self.directory)
 
 
-def valkey(*flags: str) -> Server:
+def valkey(*flags: str, host: str = "127.0.0.1") -> Server:
     """Not started. The default user may do anything over the Unix socket and over TCP; `USER` needs `PASSWORD`."""
-    return Server(str(get_binary_path()), [*WITH_USER, *flags])
+    return Server(str(get_binary_path()), [*WITH_USER, *flags], host=host)
 
 
 @contextmanager
-def cluster(*flags: str) -> Iterator[list[Server]]:
+def cluster(*flags: str, host: str = "127.0.0.1") -> Iterator[list[Server]]:
     """Three primaries that know each other and have all slots, a third each in order."""
     flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", *flags)
     with ExitStack() as stack:
-        members = [stack.enter_context(valkey(*flags)) for _ in range(3)]
+        members = [stack.enter_context(valkey(*flags, host=host)) for _ in range(3)]
         bounds = [NUM_SLOTS * i // len(members) for i in range(len(members) + 1)]
         for i, member in enumerate(members):
             client = member.client()
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[i], bounds[i + 1] - 1)
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
             for other in members[:i]:
-                client.execute_command("CLUSTER", "MEET", "127.0.0.1", other.port)
+                client.execute_command("CLUSTER", "MEET", host, other.port)
             client.close()
         for member in members:
             until(lambda member=member: _knows_all(member))  # type: ignore[misc]

@@ -26,12 +26,13 @@ _START_S = 60.0
 class Seaweed:
     """One server over one directory, which it keeps over restarts."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, host: str = "127.0.0.1") -> None:
         self._root = root
+        self._host = host
         self._root.mkdir(parents=True, exist_ok=True)
         self._ports = dict(zip((*_PORTS, *_MORE_PORTS), _free_ports(len(_PORTS) + len(_MORE_PORTS)), strict=True))
         self._process: subprocess.Popen[bytes] | None = None
-        self.endpoint = f"http://127.0.0.1:{self._ports['s3.port']}"
+        self.endpoint = f"http://{host}:{self._ports['s3.port']}"
         self.port = self._ports["s3.port"]
 
     @property
@@ -52,7 +53,7 @@ class Seaweed:
         credentials = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "S3_BUCKET": BUCKET}
         with open(self._root / "log", "ab") as log:
             self._process = subprocess.Popen(
-                [_binary(), "mini", f"-dir={self._root}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports, *off],
+                [_binary(), "mini", f"-dir={self._root}", f"-ip={self._host}", f"-ip.bind={self._host}", *ports, *off],
                 env={**os.environ, **credentials},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
