@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 SUPPORTED_POOLS = frozenset({"kv"})
 NO_SCOPE = bytes(32)
+TAG_BYTES = 8
+"""At the end of a key of node-managed memory."""
 
 Value = str | bytes | int | tuple["Value", ...]
 
@@ -98,7 +100,23 @@ def scope_digest(*, tenant: str = "", adapter_digest: bytes = b"", salt: str = "
 def store_keys(tenant: str, namespace: str, page_bytes: int, keys: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The keys, uint8[n, 32], under which node-managed memory keeps what its clients put under `keys`, uint8[n, 32].
 
-    The node wraps them itself, so that no client can name a page of another tenant, whatever keys it sends.
+    The node wraps them itself, so that no client can name a page of another tenant, whatever keys it sends. Each ends
+    with the tag of its namespace, by which all of them can be found in memory and on any medium (docs/adr/0040).
     """
     named = hashlib.sha256(b"cs1/store" + encode_value((namespace, page_bytes))).digest()
-    return wrap_hashes("sha256", named, scope_digest(tenant=tenant), keys)
+    wrapped = wrap_hashes("sha256", named, scope_digest(tenant=tenant), keys)
+    wrapped[:, -TAG_BYTES:] = store_tag(tenant, namespace, page_bytes)
+    return wrapped
+
+
+def store_tag(tenant: str, namespace: str, page_bytes: int) -> NDArray[np.uint8]:
+    """uint8 [8] with which the node's keys of these pages end. To find a tenant or namespace that has the tag of
+    another takes 2**64 attempts."""
+    digest = hashlib.sha256(b"cs1/store-tag" + encode_value((tenant, namespace, page_bytes))).digest()
+    return np.frombuffer(digest[:TAG_BYTES], np.uint8)
+
+
+def is_tagged(keys: NDArray[np.uint8], tag: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """bool [n]: which of `keys` uint8 [n, 32] end with `tag`."""
+    equal: NDArray[np.bool_] = (keys[:, -TAG_BYTES:] == tag).all(axis=1)
+    return equal

@@ -168,6 +168,7 @@ class ManagedVerb(StrEnum):
     GET = "get"
     CONTAINS = "contains"
     DELETE = "delete"
+    CLEAR = "clear"
 
 
 class Direction(StrEnum):

@@ -185,6 +185,16 @@ class Store:
 
         return self._run(len(keys), one, timeout_s, lambda link: link.max_keys)
 
+    def clear(self, *, timeout_s: float | None = None) -> Outcome:
+        """Takes every page of this namespace and page size that was put before out of the node's memory and every
+        tier. OK: all are gone. After anything else some may still be there; after TIMEOUT the node goes on."""
+
+        def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
+            answer = link.ask(managed_pb2.ToStore(clear=managed_pb2.Clear()), deadline_s)
+            return outcomes(1, store_codec.outcome_of(_said(answer, "cleared").cleared))
+
+        return Outcome(int(self._run(1, one, timeout_s, lambda link: 1)[0]))
+
     def close(self) -> None:
         """Leaves the node; what was put stays there. Idempotent. Calls after it answer UNAVAILABLE."""
         with self._lock:
@@ -278,7 +288,10 @@ class Store:
             target = out[there]
             is_stable = link.region.read(frames, generations, target.addresses, segment_bytes=target.segment_bytes)
             results[there[~is_stable]] = Outcome.MISS  # deleted while it was copied
-            link.tell(managed_pb2.ToStore(release=managed_pb2.Release(found=asked.call)))
+            try:
+                link.tell(managed_pb2.ToStore(release=managed_pb2.Release(found=asked.call)))
+            except LinkBroken as error:  # what was read stays read
+                self._connection.drop(str(error))
         return results
 
 

@@ -57,6 +57,7 @@ class StoreHandler(SessionHandler):
             "release": self._release,
             "contains": self._contains,
             "delete": self._delete,
+            "clear": self._clear,
             "leave": self._leave,
         }
 
@@ -125,6 +126,10 @@ class StoreHandler(SessionHandler):
 
     def _delete(self, message: managed_pb2.ToStore, port: Port) -> None:
         self._session.delete(message.call, codec.keys_of(message.delete.keys))
+        self._answer(port)
+
+    def _clear(self, message: managed_pb2.ToStore, port: Port) -> None:
+        self._session.clear(message.call)
         self._answer(port)
 
     def _leave(self, message: managed_pb2.ToStore, port: Port) -> None:

@@ -95,6 +95,12 @@ class Demotions:
                 demotion.is_wanted &= ~_are_among(demotion.ids, ids)
             self._changed.wait_for(lambda: not any(_are_among(one.ids, ids).any() for one in self._running))
 
+    def keys(self) -> NDArray[np.uint8]:
+        """Of the pages that are on their way, [n, 32]."""
+        with self._changed:
+            moving = [one.ids[:, :32] for one in (*self._waiting, *self._running)]
+        return np.concatenate([np.empty((0, 32), np.uint8), *moving])
+
     def give_up(self) -> None:
         """The workers have ended: what still waits is lost, and counted."""
         with self._changed:

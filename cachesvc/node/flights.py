@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from cachesvc.identity import is_tagged
 from storage_backends.base import Outcome, Outcomes
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ class Flights:
             if rows.stop > rows.start:
                 return flight
         return None
+
+    def claimed(self, tag: NDArray[np.uint8]) -> Keys:
+        """Keys [n, 32] that are in flights now and end with `tag`."""
+        tagged = [flight.keys[is_tagged(flight.keys, tag)] for flight in self._running]
+        return np.concatenate([np.empty((0, 32), np.uint8), *tagged])
 
     def claim(self, keys: Keys, region: Region, frames: I32) -> Flight:
         """Claims as many of `keys` as come before the first that is in another flight. `keys[0]` must not be in any."""

@@ -7,13 +7,14 @@ an op is told page by page, by a call under the node's state lock.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from cachekernels.pages import object_ids
 from numpy.typing import NDArray
 
+from cachesvc.identity import is_tagged
 from cachesvc.node.backup import BackupOp
 from cachesvc.node.flights import Flight, first_words
 from cachesvc.node.ops import Op, OpState
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
+Bools = NDArray[np.bool_]
 Keys = NDArray[np.uint8]
 
 
@@ -200,3 +202,88 @@ class DeleteOp(MediaOp):
             for work in parts.writes.land(flight):
                 work.resume()
                 parts.pool.submit(work)
+
+
+class SweepOp(Op, Work):
+    """Deletes every page of the tiers whose key ends with `tag`: `first` [n], which nobody may see yet, then what a
+    look through the tiers finds. `found` is told the keys that were deleted, `tell` the worst outcome, once."""
+
+    verb = Verb.DELETE
+    kind = Kind.STORE
+
+    def __init__(
+        self,
+        next_op: Callable[[], int],
+        slab: Slab,
+        tag: NDArray[np.uint8],
+        first: Keys,
+        found: Callable[[Keys], None],
+        tell: Callable[[Outcome], None],
+    ) -> None:
+        super().__init__(next_op(), slab)
+        self._next_op = next_op
+        self._slab = slab
+        self._found = found
+        self._tell = tell
+        self._batches = self._found_by(lambda keys: is_tagged(keys, tag), first)
+        self._worst = Outcome.OK
+
+    def step(self) -> Next:
+        with self.session.parts.state:
+            if self.state is not OpState.QUEUED:
+                return Next.IDLE
+            self.state = OpState.RUNNING
+            self.session.slice_began()
+        keys, outcome = next(self._batches, (None, Outcome.OK))
+        with self.session.parts.state:
+            self._worst = max(self._worst, outcome)
+            self.session.slice_ended()
+            if keys is None or self.given_up is not None:
+                self.go_on(is_complete=keys is None)
+                return Next.IDLE
+            if not len(keys):
+                self.state = OpState.QUEUED
+                return Next.AGAIN
+            self.state = OpState.PARKED
+            deletion = DeleteOp(self._next_op(), self._slab, keys, lambda results: self._deleted(keys, results))
+            self._slab.submit(deletion)
+            return Next.IDLE
+
+    def fail(self, error: Exception) -> None:
+        with self.session.parts.state:
+            if self.state is OpState.RUNNING:
+                self._worst = max(self._worst, Outcome.FAILED)
+                self.finish(OpEnd.FAILED)
+                self.session.slice_ended()
+
+    def resume(self) -> None:
+        self.state = OpState.QUEUED
+
+    def finish(self, reason: OpEnd) -> None:
+        super().finish(reason)
+        self._tell(self._worst if reason is OpEnd.COMPLETED else max(self._worst, Outcome.CANCELLED))
+
+    def take_news(self) -> list[Event]:
+        return []
+
+    def _found_by(self, is_ours: Callable[[Keys], Bools], first: Keys) -> Iterator[tuple[Keys, Outcome]]:
+        """What leaves one tier for another is in neither for a moment: it is looked for where it waits, at the start
+        and when every tier has been looked through."""
+        demotions = self._slab.parts.demotions
+
+        def moving() -> Keys:
+            keys = demotions.keys()
+            return np.ascontiguousarray(keys[is_ours(keys)])
+
+        yield np.concatenate([first, moving()]), Outcome.OK
+        yield from self._slab.parts.tiers.find(is_ours)
+        yield moving(), Outcome.OK
+
+    def _deleted(self, keys: Keys, results: Outcomes) -> None:
+        """A batch has been deleted, or not: on to the next."""
+        self._found(keys[results == Outcome.OK])
+        worse = results[results > Outcome.MISS]
+        self._worst = max(self._worst, Outcome(int(worse.max())) if len(worse) else Outcome.OK)
+        if self.end is None:
+            self.resume()
+            self.session.parts.pool.submit(self)

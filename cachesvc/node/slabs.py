@@ -23,7 +23,7 @@ from cachekernels.index import PageIndex
 from cachekernels.region import MemoryFault, Region, Side, WriterConflict
 from numpy.typing import NDArray
 
-from cachesvc.identity import encode_value
+from cachesvc.identity import encode_value, is_tagged
 from cachesvc.node.frame_table import FrameTable
 from cachesvc.node.hand_over import has_exited
 from cachesvc.node.ops import Op
@@ -33,7 +33,7 @@ from cachesvc.node.sessions import NO_PEER, FrameSession
 from cachesvc.outcomes import OpEnd
 
 if TYPE_CHECKING:
-    from cachesvc.node.slab_ops import FillOp, MediaOp
+    from cachesvc.node.slab_ops import FillOp, MediaOp, SweepOp
 
 I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
@@ -120,11 +120,21 @@ class Slab(FrameSession):
             fill.unwant(keys)
         return found
 
+    def drop_tagged(self, tag: NDArray[np.uint8]) -> tuple[Keys, Bools]:
+        """Takes all pages whose keys end with `tag` out of sight, and keeps none that are being read for them now.
+        Their keys [n], and whether each was there [n]."""
+        # Clients can write the directory, and so hide pages here, but only those that nobody finds any more.
+        written = self.region.records().keys
+        filling = np.concatenate([np.empty((0, 32), np.uint8), *(fill.keys for fill in self.fills)])
+        keys = np.concatenate([written[is_tagged(written, tag)], filling[is_tagged(filling, tag)]])
+        keys = np.unique(np.ascontiguousarray(keys).view("V32")).view(np.uint8).reshape(-1, 32)
+        return keys, self.drop(keys)
+
     def give_back(self, frames: I32) -> None:
         """Granted frames that hold nothing."""
         self.table.free(frames)
 
-    def submit(self, op: FillOp | MediaOp) -> None:
+    def submit(self, op: FillOp | MediaOp | SweepOp) -> None:
         """Hands an op to the workers."""
         self.ops[op.op_id] = op
         self.parts.pool.submit(op)

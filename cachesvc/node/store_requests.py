@@ -12,8 +12,9 @@ import numpy as np
 from cachekernels.pages import object_ids
 from numpy.typing import NDArray
 
+from cachesvc.identity import store_tag
 from cachesvc.node.events import EventSource
-from cachesvc.node.slab_ops import DeleteOp, FillOp, ProbeOp
+from cachesvc.node.slab_ops import DeleteOp, FillOp, ProbeOp, SweepOp
 from cachesvc.outcomes import ManagedVerb, OpEnd
 from storage_backends.base import Outcome, Outcomes, outcomes
 
@@ -78,7 +79,16 @@ class Deleted:
     outcomes: Outcomes
 
 
-Answer = Reserved | Committed | Found | Held | Deleted
+@dataclass(frozen=True, slots=True, eq=False)
+class Cleared:
+    """OK, or the worst that a tier answered; and how many pages were taken away."""
+
+    call: int
+    outcome: Outcome
+    num_pages: int
+
+
+Answer = Reserved | Committed | Found | Held | Deleted | Cleared
 
 
 class OneAnswer(EventSource[Answer]):
@@ -284,3 +294,36 @@ class Deletion:
     def _done(self, results: Outcomes) -> None:
         results[(results == Outcome.MISS) & self._was_there] = Outcome.OK
         self._session.answered(self._call, ManagedVerb.DELETE, Deleted(self._call, results))
+
+
+class Clearing:
+    """All pages of the client's namespace and page size, leaving slab and tiers. Finished whoever leaves, like a
+    deletion.
+
+    What is in memory is out of sight at once, and what is on its way into memory is not kept. Of the tiers, pages that
+    are being written at this moment go first, as soon as they are written; then what a look at every object finds.
+    """
+
+    def __init__(self, session: StoreSession, call: int) -> None:
+        self._session = session
+        self._call = call
+        self._found: set[bytes] = set()
+
+    def start(self) -> None:
+        """Takes the pages out of sight; workers look through the tiers."""
+        slab, request = self._session.slab, self._session.request
+        tag = store_tag(request.tenant, request.namespace, request.page_bytes)
+        keys, was_there = slab.drop_tagged(tag)
+        self._note(keys[was_there])
+        if slab.parts.tiers.is_empty:
+            self._done(Outcome.OK)
+            return
+        in_flight = slab.parts.writes.claimed(tag)
+        first = np.unique(np.concatenate([keys, in_flight]).view("V32")).view(np.uint8).reshape(-1, 32)
+        slab.submit(SweepOp(self._session.next_op, slab, tag, first, self._note, self._done))
+
+    def _note(self, keys: Keys) -> None:
+        self._found.update(keys.view("V32").ravel().tolist())
+
+    def _done(self, worst: Outcome) -> None:
+        self._session.cleared(Cleared(self._call, worst, len(self._found)))

@@ -23,6 +23,8 @@ from cachesvc.node.slab_ops import SaveOp
 from cachesvc.node.slabs import Slab, Suspect
 from cachesvc.node.store_requests import (
     Answer,
+    Cleared,
+    Clearing,
     Committed,
     Deleted,
     Deletion,
@@ -94,6 +96,7 @@ class StoreSession:
         self._reads: dict[int, Read] = {}
         self._lookups: dict[int, Lookup] = {}
         self._deletions: dict[int, Deletion] = {}
+        self._clearing: Clearing | None = None
 
     def reserve(self, call: int, keys: Keys, depths: U32) -> None:
         """Grants a frame for each page that is not there. Answer: Reserved; where it grants any, `commit` ends it."""
@@ -163,6 +166,18 @@ class StoreSession:
             deletion = self._deletions[call] = Deletion(self, call, keys)
             deletion.start()
 
+    def clear(self, call: int) -> None:
+        """Takes every page of the client's namespace and page size out of memory and tiers: those put before this.
+        Answer: Cleared; THROTTLED while one is under way."""
+        self._check_call(call)
+        with self.slab.parts.state:
+            reason = self._why_not(0) if self._clearing is None else Outcome.THROTTLED
+            if reason is not None:
+                self._tell(Cleared(call, reason, 0))
+                return
+            self._clearing = Clearing(self, call)
+            self._clearing.start()
+
     @property
     def is_idle(self) -> bool:
         """Every `get` and `contains` has its answer."""
@@ -222,6 +237,12 @@ class StoreSession:
         self._lookups.pop(call, None)
         self._deletions.pop(call, None)
         self._count(verb, answer.outcomes)
+        self._tell(answer)
+
+    def cleared(self, answer: Cleared) -> None:
+        """A clearing is over."""
+        self._clearing = None
+        self.slab.parts.counters.managed_pages.inc(answer.num_pages, ManagedVerb.CLEAR, Outcome.OK.name.lower())
         self._tell(answer)
 
     def holds_nothing(self, call: int) -> None:

@@ -145,6 +145,11 @@ class CountedTier:
     def delete(self, ids: ObjectIds) -> Outcomes:
         return self._ask(Direction.DELETE, len(ids), lambda: self.backend.delete(ids))
 
+    def not_looked_through(self, error: StorageError) -> Outcome:
+        """A look at every object ended with `error`."""
+        self._refused(Direction.PROBE, 0, error, _kind(error), error.outcome)
+        return error.outcome
+
     def troubles(self, stuck_after_s: float) -> list[str]:
         """What is wrong now; empty while the tier is well or idle."""
         declining = [] if self.backend.is_serving() else ["reads are not tried: too many have failed"]

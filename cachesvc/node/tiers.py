@@ -6,7 +6,7 @@ name. A tier that is written on eviction stands behind one that evicts: the near
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,9 +19,11 @@ from cachesvc.node.report import TierReport, report_tier
 from cachesvc.node.tier import Codec, CountedTier, Tier, TierOptions, WriteMode
 from cachesvc.node.uses import UseCounts
 from storage_backends.base import EvictionReader, ObjectIds, Outcome, Outcomes, Segments, outcomes
+from storage_backends.errors import StorageError
 
 __all__ = ["Codec", "PageGuard", "Tier", "TierChain", "TierOptions", "TierRead", "WriteMode", "demotions", "succeeded"]
 
+Keys = NDArray[np.uint8]
 PageGuard = Callable[[NDArray[np.intp]], NDArray[np.bool_]]
 """Given positions in a batch: bool for each, False where the page's frame is no longer what it was."""
 Leaving = Callable[[int, int, ObjectIds, EvictionReader], None]
@@ -166,6 +168,17 @@ class TierChain:
             is_worse = (answers > Outcome.MISS) | (results == Outcome.MISS)
             results[is_worse] = answers[is_worse]
         return results
+
+    def find(self, is_wanted: Callable[[Keys], NDArray[np.bool_]]) -> Iterator[tuple[Keys, Outcome]]:
+        """Looks through every object of every tier: the keys [n, 32] that are wanted, in batches, n = 0 often; with an
+        outcome that is not OK where a tier could not be looked through, or not to its end. Blocks on I/O."""
+        for tier in self._tiers:
+            try:
+                for batch in tier.backend.scan():
+                    keys = batch.ids[:, :32]
+                    yield np.ascontiguousarray(keys[is_wanted(keys)]), Outcome.OK
+            except StorageError as error:
+                yield np.empty((0, 32), np.uint8), tier.not_looked_through(error)
 
     def usage(self) -> dict[str, float]:
         """Bytes in use per tier."""

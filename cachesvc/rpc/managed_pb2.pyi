@@ -33,7 +33,7 @@ class StoreOpened(_message.Message):
     def __init__(self, num_frames: _Optional[int] = ..., max_pages: _Optional[int] = ..., max_keys: _Optional[int] = ...) -> None: ...
 
 class ToStore(_message.Message):
-    __slots__ = ("call", "reserve", "commit", "get", "release", "contains", "delete", "leave")
+    __slots__ = ("call", "reserve", "commit", "get", "release", "contains", "delete", "leave", "clear")
     CALL_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class ToStore(_message.Message):
     CONTAINS_FIELD_NUMBER: _ClassVar[int]
     DELETE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
     call: int
     reserve: Reserve
     commit: Commit
@@ -50,7 +51,8 @@ class ToStore(_message.Message):
     contains: Contains
     delete: Delete
     leave: Leave
-    def __init__(self, call: _Optional[int] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., get: _Optional[_Union[Get, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., contains: _Optional[_Union[Contains, _Mapping]] = ..., delete: _Optional[_Union[Delete, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    clear: Clear
+    def __init__(self, call: _Optional[int] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., get: _Optional[_Union[Get, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., contains: _Optional[_Union[Contains, _Mapping]] = ..., delete: _Optional[_Union[Delete, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("keys", "depths")
@@ -94,12 +96,16 @@ class Delete(_message.Message):
     keys: bytes
     def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
 
+class Clear(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Leave(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class FromStore(_message.Message):
-    __slots__ = ("call", "reserved", "committed", "found", "held", "deleted", "error", "left")
+    __slots__ = ("call", "reserved", "committed", "found", "held", "deleted", "error", "left", "cleared")
     CALL_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +114,7 @@ class FromStore(_message.Message):
     DELETED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
     call: int
     reserved: Reserved
     committed: Outcomes
@@ -116,7 +123,8 @@ class FromStore(_message.Message):
     deleted: Outcomes
     error: _common_pb2.Error
     left: Left
-    def __init__(self, call: _Optional[int] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., committed: _Optional[_Union[Outcomes, _Mapping]] = ..., found: _Optional[_Union[Found, _Mapping]] = ..., held: _Optional[_Union[Outcomes, _Mapping]] = ..., deleted: _Optional[_Union[Outcomes, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ...) -> None: ...
+    cleared: Cleared
+    def __init__(self, call: _Optional[int] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., committed: _Optional[_Union[Outcomes, _Mapping]] = ..., found: _Optional[_Union[Found, _Mapping]] = ..., held: _Optional[_Union[Outcomes, _Mapping]] = ..., deleted: _Optional[_Union[Outcomes, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ..., cleared: _Optional[_Union[Cleared, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("outcomes", "frames")
@@ -129,6 +137,14 @@ class Reserved(_message.Message):
 class Left(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Cleared(_message.Message):
+    __slots__ = ("outcome", "num_pages")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    outcome: int
+    num_pages: int
+    def __init__(self, outcome: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class Outcomes(_message.Message):
     __slots__ = ("outcomes",)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cachesvc.node.store_requests import Answer, Committed, Deleted, Found, Held, Reserved
+from cachesvc.node.store_requests import Answer, Cleared, Committed, Deleted, Found, Held, Reserved
 from cachesvc.node.store_sessions import StoreRequest
 from cachesvc.outcomes import Reject
 from cachesvc.rpc import managed_pb2
 from cachesvc.rpc.codec import BadMessage, Keys, frames_bytes, frames_of, keys_of
-from storage_backends.base import Outcomes
+from storage_backends.base import Outcome, Outcomes
 
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
@@ -66,6 +66,9 @@ def answer_message(answer: Answer) -> managed_pb2.FromStore:
             return managed_pb2.FromStore(call=call, held=_outcomes(results))
         case Deleted(call, results):
             return managed_pb2.FromStore(call=call, deleted=_outcomes(results))
+        case Cleared(call, outcome, num_pages):
+            cleared = managed_pb2.Cleared(outcome=int(outcome), num_pages=num_pages)
+            return managed_pb2.FromStore(call=call, cleared=cleared)
 
 
 def outcomes_of(data: bytes, count: int) -> Outcomes:
@@ -73,6 +76,14 @@ def outcomes_of(data: bytes, count: int) -> Outcomes:
     if len(data) != count:
         raise BadMessage(Reject.BAD_LENGTH, f"{len(data)} outcomes of {count} pages")
     return np.frombuffer(data, np.uint8).copy()
+
+
+def outcome_of(message: managed_pb2.Cleared) -> Outcome:
+    """BadMessage: none that this version knows."""
+    try:
+        return Outcome(message.outcome)
+    except ValueError as error:
+        raise BadMessage(Reject.BAD_VALUE, str(error)) from error
 
 
 def generations_of(data: bytes) -> U64:

@@ -61,6 +61,7 @@ class StorageCore:
                 StoreVerb.GET: config.get_timeout_ms / 1000,
                 StoreVerb.PUT: config.put_timeout_ms / 1000,
                 StoreVerb.DELETE: config.put_timeout_ms / 1000,
+                StoreVerb.CLEAR: config.clear_timeout_ms / 1000,
             }
         )
         self.stats = BatchStats()
@@ -130,6 +131,12 @@ class StorageCore:
             return [False] * len(hashes)
         deleted: list[bool] = store.delete(hashes, self.gate.deadline(StoreVerb.DELETE)).tolist()
         return deleted
+
+    def clear(self) -> list[str]:
+        """Takes this engine's pages, and no others, out of the node's memory and tiers: all pools of this rank. The
+        names of pools of which some pages may still be there."""
+        deadline = self.gate.deadline(StoreVerb.CLEAR)
+        return [name for name, store in self._pools.opened() if not store.clear(deadline)]
 
     def page_bytes(self) -> int:
         """Of the anchor pool; 0 where its pages are not kept."""

@@ -37,6 +37,7 @@ class StoreVerb(StrEnum):
     GET = "get"
     PUT = "put"
     DELETE = "delete"
+    CLEAR = "clear"
 
 
 class Deadline:

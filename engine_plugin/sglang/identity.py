@@ -38,6 +38,7 @@ class PoolIdentity:
     pool: str
     kind: str
     dtype: str
+    geometry: tuple[tuple[str, int], ...]
     layout: str
     form: str
     format_tag: str

@@ -137,6 +137,15 @@ class PoolStore:
 
         return self._each(StoreVerb.DELETE, len(keys), deadline, ask)
 
+    def clear(self, deadline: Deadline) -> bool:
+        """Takes all pages of this pool, of this rank where ranks have pages of their own, out of the node's memory and
+        tiers. False: some may still be there."""
+
+        def ask(shard: Shard, timeout_s: float) -> Outcomes:
+            return outcomes(1, shard.stores.put.clear(timeout_s=timeout_s))
+
+        return bool(self._each(StoreVerb.CLEAR, 1, deadline, ask)[0])
+
     def close(self) -> None:
         """Leaves the node; what was put stays there."""
         for shard in self._shards:

@@ -77,6 +77,10 @@ class RankStore:
         """None: its pages are not kept."""
         return self._pools.get(name)
 
+    def opened(self) -> list[tuple[str, PoolStore]]:
+        """Pools whose pages are kept, by name."""
+        return list(self._pools.items())
+
     def is_logical(self, name: str) -> bool:
         """Whether the pool has no memory of its own: there is nothing to keep, and nothing missing."""
         return name in self._logical

@@ -43,6 +43,11 @@ from engine_plugin.sglang.identity import PoolIdentity, model_identity
 from engine_plugin.sglang.rank_store import PoolPlan
 
 DTYPES = ("dtype", "temporal_dtype", "conv_dtype", "indexer_dtype")
+HEADS = "head_num"
+GEOMETRY = (
+    *("layer_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim"),
+    *("index_head_dim", "indexer_page_stride_size", "num_mamba_layers", "temporal_state_elem_size", "item_bytes"),
+)
 """Attributes of host pools that say what their bytes mean; each kind has some of them."""
 
 
@@ -190,6 +195,13 @@ class CachesvcStorage(HiCacheStorage):
         """Takes one page of the anchor pool out of the node. True: it was there."""
         return self._core.delete([key])[0]
 
+    def clear(self) -> None:
+        """Takes this engine's pages, and no others, out of the node. RuntimeError, which SGLang reports as a failure:
+        some may still be there."""
+        left = self._core.clear()
+        if left:
+            raise RuntimeError(f"not cleared, or not in time: pages of {', '.join(left)}; the node may be at it still")
+
     def get_stats(self) -> StorageMetrics | None:
         if not self._ranks.enable_storage_metrics:
             return None
@@ -241,6 +253,10 @@ class CachesvcStorage(HiCacheStorage):
             pool=name,
             kind=type(pool).__name__,
             dtype=" ".join(f"{field}={getattr(pool, field, None)}" for field in DTYPES),
+            geometry=(
+                (HEADS, int(getattr(pool, HEADS, None) or 0) // num_shards),
+                *((field, int(getattr(pool, field, None) or 0)) for field in GEOMETRY),
+            ),
             layout=str(pool.layout),
             form=pages.form,
             format_tag=str(getattr(pool, "storage_format_tag", None)),

@@ -11,7 +11,7 @@ from storage_backends.base import Outcome
 from tests.helpers.channels import RunningDoor
 from tests.helpers.resources import growth, resources
 from tests.helpers.store_user import check_conserved, row_addresses, some_keys
-from tests.oracles.pages import ScriptedBackend, memory_backend
+from tests.oracles.pages import HANG_S, ScriptedBackend, memory_backend
 
 OK, EXISTS, MISS, UNAVAILABLE = (int(o) for o in (Outcome.OK, Outcome.EXISTS, Outcome.MISS, Outcome.UNAVAILABLE))
 PAGE_BYTES = 5000  # not a multiple of anything
@@ -164,3 +164,34 @@ def test_pages_of_several_segments_are_the_same_pages(store):
     assert (store.get(KEYS[:6], segments, segment_bytes=sizes) == OK).all()
     assert (out == PAGES[:6]).all()
     assert got(store, np.arange(6)) == [OK] * 6
+
+
+def test_clear_takes_the_pages_of_one_namespace_and_no_others(door, node, store):
+    """From memory and tiers, also those that left memory long ago."""
+    with opened(door, namespace="other") as other, opened(door, tenant="stranger") as stranger:
+        for one in (store, other, stranger):
+            put_and_stored(node, one, 300)
+        held = [one.contains(KEYS).tolist() for one in (other, stranger)]
+        assert held[0] == [OK] * 300 or not node.tier_names
+        assert store.clear() is Outcome.OK
+        assert (store.contains(KEYS) == MISS).all()
+        assert got(store, np.arange(30)) == [MISS] * 30
+        assert [one.contains(KEYS).tolist() for one in (other, stranger)] == held
+        assert got(stranger, np.arange(280, 300)) == [OK] * 20
+        assert (store.put(KEYS[:5], PAGES[:5]) == OK).all()
+        assert got(store, np.arange(5)) == [OK] * 5
+        assert other.clear() is Outcome.OK
+        assert got(store, np.arange(5)) == [OK] * 5
+
+
+def put_and_stored(node, store, count):
+    """Pages in steps that the memory holds, each waited for until the tiers have it."""
+    for first in range(0, count, 30):
+        assert (store.put(KEYS[first : first + 30], PAGES[first : first + 30]) == OK).all()
+        for slab in node.managed.slabs():
+            parts = slab.parts
+            with parts.state:
+                waiting = slab.lane
+                parts.pool.wait_for(
+                    parts.state, lambda lane=waiting: not lane.waiting_pages, parts.clock.now() + HANG_S
+                )

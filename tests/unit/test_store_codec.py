@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cachesvc.node.store_requests import Committed, Deleted, Found, Held, Reserved
+from cachesvc.node.store_requests import Cleared, Committed, Deleted, Found, Held, Reserved
 from cachesvc.node.store_sessions import StoreRequest
 from cachesvc.outcomes import Reject
 from cachesvc.rpc import channel_pb2, managed_pb2, store_codec
 from cachesvc.rpc.codec import BadMessage, frames_of
 from cachesvc.rpc.framing import to_frame
+from storage_backends.base import Outcome
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "store_messages.json").read_text())
 KEYS = np.arange(64, dtype=np.uint8).reshape(2, 32)
@@ -26,6 +27,7 @@ ANSWERS = {
     "found": Found(3, OUTCOMES, FRAMES, GENERATIONS),
     "held": Held(4, OUTCOMES),
     "deleted": Deleted(5, OUTCOMES),
+    "cleared": Cleared(6, Outcome.FAILED, 300),
 }
 
 
@@ -39,6 +41,7 @@ def messages():
         "contains": managed_pb2.Contains(keys=KEYS.tobytes()),
         "delete": managed_pb2.Delete(keys=KEYS.tobytes()),
         "leave": managed_pb2.Leave(),
+        "clear": managed_pb2.Clear(),
     }
     return {
         "hello": channel_pb2.Hello(open_store=store_codec.open_message(REQUEST, bytes(range(16)))),
@@ -81,3 +84,10 @@ def test_lengths_that_do_not_fit_are_refused(decode):
     with pytest.raises(BadMessage) as bad:
         decode()
     assert bad.value.reason is Reject.BAD_LENGTH
+
+
+def test_an_outcome_that_is_none_is_refused():
+    assert store_codec.outcome_of(messages()["cleared"].cleared) is Outcome.FAILED
+    with pytest.raises(BadMessage) as bad:
+        store_codec.outcome_of(managed_pb2.Cleared(outcome=200))
+    assert bad.value.reason is Reject.BAD_VALUE

@@ -1,0 +1,44 @@
+"""The extra config of SGLang's launch line: what is ours is checked, what is SGLang's passes."""
+
+import pytest
+
+from cachesvc.config.model import ConfigError
+from engine_plugin.sglang.config import SGLANGS_OWN, parse_config
+
+
+def test_defaults_and_everything():
+    config = parse_config(None)
+    assert (config.address, config.memory_bytes, config.exists_timeout_ms) == ("auto", 1 << 30, 500.0)
+    config = parse_config({**dict.fromkeys(SGLANGS_OWN, 1), "address": "private", "memory_gib": 0.5, "tenant": "a"})
+    assert (config.address, config.memory_bytes, config.tenant) == ("private", 1 << 29, "a")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"adress": "auto"}, "unknown key 'adress'; did you mean 'address'"),
+        ({"interface_v2": 1}, "unknown key 'interface_v2'; did you mean 'interface_v1'"),
+        ({"address": "tcp://host:1"}, "address: .*expected private, auto or unix:///path"),
+        ({"address": "unix://relative"}, "address: .*expected private"),
+        ({"address": 7}, "address: .*string, got 7"),
+        ({"tenant": ""}, "tenant: .*at least 1 character"),
+        ({"memory_gib": 0}, "memory_gib: .*greater than 0"),
+        ({"memory_gib": "8"}, "memory_gib: .*number, got '8'"),
+        ({"memory_gib": float("inf")}, "memory_gib: .*(finite|less than)"),
+        ({"exists_timeout_ms": 9001}, "exists_timeout_ms: .*less than or equal to 9000"),
+        ({"get_timeout_ms": 0}, "get_timeout_ms: .*greater than 0"),
+        ({"put_timeout_ms": True}, "put_timeout_ms: .*number"),
+        ({"storage_backend": "fil"}, "no storage backend is called 'fil'; did you mean 'file'"),
+        ({"storage_config": {"a": 1}}, "storage_config needs storage_backend"),
+        (
+            {"storage_backend": "file", "address": "unix:///n.sock"},
+            "the daemon at unix:///n.sock has storage of its own",
+        ),
+        ({"model_revision": ""}, "model_revision: .*at least 1 character"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line_with_its_key(extra, message):
+    with pytest.raises(ConfigError, match=f"^hicache-storage-backend-extra-config: .*{message}") as error:
+        parse_config(extra)
+    assert "\n" not in str(error.value)
+    assert isinstance(error.value, ValueError), "what SGLang expects of an attach that fails"
