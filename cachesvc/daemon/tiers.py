@@ -33,7 +33,8 @@ def open_tiers(configs: Sequence[TierConfig]) -> list[Tier]:
     try:
         for index, config in enumerate(configs):
             options = TierOptions(config.write_mode, config.promote, config.codec, config.admit_after)
-            tiers.append(Tier(config.label, _open(index, config), options))
+            backend, trouble = _open(index, config)
+            tiers.append(Tier(config.label, backend, options, trouble))
         _check_order(tiers)
     except ConfigError:
         for tier in tiers:
@@ -50,7 +51,8 @@ def _check_order(tiers: Sequence[Tier]) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _open(index: int, config: TierConfig) -> StorageBackend:
+def _open(index: int, config: TierConfig) -> tuple[StorageBackend, str]:
+    """The backend, and what is wrong with it where it is optional."""
     place = f"tier[{index}] ({config.label})"
     try:
         backend = _bounded(lambda: open_backend(config.backend, _options(config)), OPEN_S)
@@ -66,7 +68,7 @@ def _open(index: int, config: TierConfig) -> StorageBackend:
             f"{place}: {trouble}; start what it needs, take the tier out, or set optional = true to start without it"
         )
     try:
-        return _in_bounds(backend, config)
+        return _in_bounds(backend, config), trouble
     except (ValueError, OSError) as error:
         _bounded(backend.close, ANSWER_S)
         raise ConfigError(f"{place}: capacity_bytes: {error}") from error

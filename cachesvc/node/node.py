@@ -242,6 +242,7 @@ class Node:
         self._hand_over.prove_deaths()
         self._hand_over.drop_expired()
         self._hand_over.lock_kept()
+        self._parts.tiers.ask_again()
         self.managed.tick()
         self._audit.run()
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cachesvc.clock import Clock
-from cachesvc.outcomes import Direction, TierError
+from cachesvc.outcomes import Direction
 
 FRESH_S = 60.0
-"""How long a failure counts when no call has followed it: an idle tier is not known to be down."""
+"""How long a failure counts when no call has followed it: an idle tier is not known to be down. A failed probe counts
+until another one succeeds, as it is made again and again."""
+PROBE_AGAIN_S = 5.0
 
 
 class TierProgress:
@@ -22,7 +24,7 @@ class TierProgress:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._running: dict[int, tuple[Direction, float]] = {}
-        self._failed: dict[Direction, tuple[TierError, float]] = {}
+        self._failed: dict[Direction, tuple[str, float]] = {}
 
     @contextmanager
     def call(self, direction: Direction) -> Iterator[None]:
@@ -41,19 +43,29 @@ class TierProgress:
         with self._lock:
             self._failed.pop(direction, None)
 
-    def failed(self, direction: Direction, kind: TierError) -> bool:
-        """A call raised. Whether this is news: the call before it in this direction did not fail like that."""
+    def failed(self, direction: Direction, why: str) -> bool:
+        """A call raised, or brought nothing for a reason that is the medium's. Whether this is news: the call before it
+        in this direction did not fail like that."""
         with self._lock:
             before = self._failed.get(direction)
-            self._failed[direction] = (kind, self._clock.now())
-            return before is None or before[0] is not kind
+            self._failed[direction] = (why, self._clock.now())
+            return before is None or before[0] != why
+
+    def wants_probe(self) -> bool:
+        """Whether the last probe failed some time ago, and none is under way."""
+        with self._lock:
+            failed = self._failed.get(Direction.PROBE)
+            is_asking = any(direction is Direction.PROBE for direction, _ in self._running.values())
+            return failed is not None and not is_asking and self._clock.now() - failed[1] >= PROBE_AGAIN_S
 
     def troubles(self, stuck_after_s: float) -> list[str]:
         """What is wrong now, a few words each; empty while the tier is well or idle."""
         now = self._clock.now()
         with self._lock:
             failed = [
-                f"{direction} fails: {kind}" for direction, (kind, at) in self._failed.items() if now - at < FRESH_S
+                f"{direction} fails: {why}"
+                for direction, (why, at) in self._failed.items()
+                if direction is Direction.PROBE or now - at < FRESH_S
             ]
             late = [(direction, now - since) for direction, since in self._running.values()]
         return failed + [

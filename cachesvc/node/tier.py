@@ -7,6 +7,8 @@ call's pages get the outcome the error stands for, and the next tier is asked.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +21,7 @@ from cachesvc.node.counters import NodeCounters, count_outcomes
 from cachesvc.node.progress import TierProgress
 from cachesvc.outcomes import Direction, TierError
 from storage_backends.base import (
+    OBJECT_ID_BYTES,
     Capabilities,
     EvictionReader,
     Guard,
@@ -35,6 +38,9 @@ from storage_backends.layers.encoded import EncodedLayer, ZstdCompressor
 from storage_backends.layers.passing import PassingLayer
 
 logger = logging.getLogger(__name__)
+
+MEDIUM_FAILURES = np.array([Outcome.NO_SPACE, Outcome.TIMEOUT, Outcome.UNAVAILABLE, Outcome.FAILED], np.uint8)
+"""What is the medium's trouble, and not this page's."""
 
 
 class WriteMode(StrEnum):
@@ -81,6 +87,8 @@ class Tier:
     name: str
     backend: StorageBackend
     options: TierOptions = TierOptions()
+    trouble: str = ""
+    """What it answered when it was opened, if that was no answer; it is asked again."""
 
 
 class CountedTier:
@@ -96,6 +104,8 @@ class CountedTier:
         self._views: dict[bytes, StorageBackend] = {}
         self._compressor = ZstdCompressor() if tier.options.codec is Codec.ZSTD else None
         self.progress = TierProgress(clock)
+        if tier.trouble:
+            self.progress.failed(Direction.PROBE, tier.trouble)
 
     def view(self, namespace: bytes) -> StorageBackend:
         """The backend with pages of `namespace` checked; made once per namespace."""
@@ -119,7 +129,15 @@ class CountedTier:
             Direction.PROBE,
             len(ids),
             lambda: np.where(self.backend.known(ids), Outcome.OK, Outcome.MISS).astype(np.uint8),
+            is_medium_asked=False,
         )
+
+    def ask_again(self) -> None:
+        """Where the medium did not answer a probe some time ago: asks it once more, on a thread of its own, as it may
+        not answer for long."""
+        if self.progress.wants_probe():
+            unknown = np.frombuffer(os.urandom(OBJECT_ID_BYTES), np.uint8).reshape(1, -1).copy()
+            threading.Thread(target=self.contains, args=(unknown,), name=f"ask-{self.name}", daemon=True).start()
 
     def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> Outcomes:
         results = self._ask(Direction.READ, len(ids), lambda: self.view(namespace).get_into(ids, segments))
@@ -155,12 +173,15 @@ class CountedTier:
         declining = [] if self.backend.is_serving() else ["reads are not tried: too many have failed"]
         return declining + self.progress.troubles(stuck_after_s)
 
-    def _ask(self, direction: Direction, count: int, call: Callable[[], Outcomes]) -> Outcomes:
+    def _ask(
+        self, direction: Direction, count: int, call: Callable[[], Outcomes], *, is_medium_asked: bool = True
+    ) -> Outcomes:
         started = self._clock.now()
         try:
             with self.progress.call(direction):
                 results = call()
-            self.progress.succeeded(direction)
+            if is_medium_asked:
+                self._note_answer(direction, results)
         except StorageError as error:
             results = self._refused(direction, count, error, _kind(error), error.outcome)
         except Exception as error:
@@ -169,6 +190,16 @@ class CountedTier:
         self._counters.tier_seconds.observe(self._clock.now() - started, self.name, direction)
         count_outcomes(self._counters.tier_pages, results, self.name, direction)
         return results
+
+    def _note_answer(self, direction: Direction, results: Outcomes) -> None:
+        """A medium may say that it is full or away without raising: no page came or went, for a reason of its own."""
+        failures = results[np.isin(results, MEDIUM_FAILURES)]
+        if not len(failures) or (results <= Outcome.MISS).any():
+            self.progress.succeeded(direction)
+            return
+        why = Outcome(int(np.bincount(failures).argmax())).name.lower()
+        if self.progress.failed(direction, why):
+            logger.warning("tier %s: %s of %d pages failed: %s", self.name, direction, len(results), why)
 
     def _refused(
         self, direction: Direction, count: int, error: Exception, kind: TierError, outcome: Outcome

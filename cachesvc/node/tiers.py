@@ -198,6 +198,11 @@ class TierChain:
         """Each tier as it is now; no I/O."""
         return [report_tier(tier.name, tier.backend, tier.troubles(stuck_after_s)) for tier in self._tiers]
 
+    def ask_again(self) -> None:
+        """Asks the media that did not answer the last time whether they do now. Does not wait for them."""
+        for tier in self._tiers:
+            tier.ask_again()
+
     def close(self) -> None:
         """Closes the backends, the last one first. Idempotent as far as they are."""
         for tier in reversed(self._tiers):

@@ -14,8 +14,10 @@ from cachesvc.daemon.health import LATE_S, Health, Heartbeat
 from cachesvc.identity import Identity
 from cachesvc.node.node import Node
 from cachesvc.node.tiers import Tier
+from storage_backends.base import Outcome, outcomes
 from storage_backends.errors import StorageUnavailable
-from storage_backends.layers.fault import FaultLayer, Raise, Script
+from storage_backends.layers.fault import Answer, FaultLayer, Raise, Script
+from storage_backends.layers.passing import PassingLayer
 from storage_backends.registry import open_backend
 
 IDENTITY = Identity(
@@ -115,6 +117,57 @@ def test_a_tier_in_trouble_is_not_ready_and_the_node_is(client, node, script):
         "bad": ["read fails: unavailable"],
     }
     assert [tier["is_ready"] for tier in client.get("/api/tiers").json()] == [True, False]
+
+
+def test_a_full_disk_is_trouble_until_a_page_is_stored_again(client, node, script):
+    """A backend answers page by page that nothing could be stored; it raises nothing."""
+    engine = attach(node)
+    region = engine._session.region
+    frames, keys, depths = np.zeros(1, np.int32), np.ones((1, 32), np.uint8), np.zeros(1, np.uint32)
+    region.begin_write(frames)
+    region.write_records(frames, keys, depths)
+    region.commit(frames)
+
+    def store():
+        engine.backup(keys, frames, depths)
+        while node.run_one():
+            pass
+
+    script.add("put", Answer(Outcome.NO_SPACE))
+    store()
+    answer = client.get("/readyz/bad")
+    assert (answer.status_code, answer.json()["reasons"]) == (503, ["write fails: no_space"])
+    assert client.get("/readyz").json()["tiers"][1]["troubles"] == ["write fails: no_space"]
+    store()
+    assert client.get("/readyz/bad").status_code == 200
+
+
+def test_a_tier_that_was_down_at_the_start_is_asked_until_it_answers(clock):
+    class Away(PassingLayer):
+        is_away = True
+
+        def contains(self, ids):
+            asked.set()
+            return outcomes(len(ids), Outcome.UNAVAILABLE if self.is_away else Outcome.MISS)
+
+    asked, backend = threading.Event(), Away(open_backend("memory", {}))
+    tier = Tier("far", backend, trouble="does not answer: refused")
+    with Node([tier], clock=clock, manual=True) as node:
+        app = build_app(node, Health(node, Heartbeat(clock)), "127.0.0.1", {})
+        client = TestClient(app, base_url="http://127.0.0.1")
+        assert client.get("/readyz/far").json()["reasons"] == ["probe fails: does not answer: refused"]
+        node.holds(np.zeros((1, 32), np.uint8))  # memory knows nothing of the medium's health
+        clock.seconds = 5.0
+        node.tick()
+        assert asked.wait(60)
+        while client.get("/readyz/far").json()["reasons"] != ["probe fails: unavailable"]:
+            pass
+        backend.is_away = False
+        clock.seconds = 200.0
+        assert client.get("/readyz/far").status_code == 503
+        node.tick()
+        while client.get("/readyz/far").status_code != 200:
+            pass
 
 
 def test_a_tier_nobody_has_names_those_there_are(client):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cachesvc.node.progress import FRESH_S, TierProgress
+from cachesvc.node.progress import FRESH_S, PROBE_AGAIN_S, TierProgress
 from cachesvc.outcomes import Direction, TierError
 
 
@@ -44,6 +44,20 @@ def test_a_failure_that_nothing_followed_is_forgotten(progress, clock):
     assert progress.troubles(10.0)
     clock.seconds = FRESH_S
     assert progress.troubles(10.0) == []
+
+
+def test_a_probe_that_failed_counts_until_one_succeeds_and_is_wanted_again(progress, clock):
+    progress.failed(Direction.PROBE, "does not answer")
+    assert not progress.wants_probe()
+    clock.seconds = PROBE_AGAIN_S
+    assert progress.wants_probe()
+    with progress.call(Direction.PROBE):
+        assert not progress.wants_probe()
+    clock.seconds = 10 * FRESH_S
+    assert progress.troubles(10.0) == ["probe fails: does not answer"]
+    progress.succeeded(Direction.PROBE)
+    assert progress.troubles(10.0) == []
+    assert not progress.wants_probe()
 
 
 def test_a_call_that_does_not_return_is_trouble_until_it_does(progress, clock):
