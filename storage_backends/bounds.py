@@ -8,11 +8,13 @@ operator says, else the smaller of 10 GiB and a tenth of what is free where the 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from storage_backends.base import Room, StorageBackend
-from storage_backends.layers.capacity import CapacityLayer
+from storage_backends.base import Room, StorageBackend, Usage
+from storage_backends.layers.capacity import CapacityLayer, check_boundable
+from storage_backends.layers.passing import PassingLayer
 from storage_backends.options import byte_size
 
 Capacity = int | Literal["unlimited"]
@@ -35,12 +37,35 @@ def in_bounds(backend: StorageBackend, capacity: Capacity | None) -> StorageBack
     Raises ValueError where it has a capacity of its own and is given another one; OSError where its medium cannot be
     asked.
     """
+    bound = _bound_of(backend, capacity)
+    return backend if bound is None else CapacityLayer(backend, bound)
+
+
+def as_bounded(backend: StorageBackend, capacity: Capacity | None) -> StorageBackend:
+    """`backend` with the usage that `in_bounds` would show before its scan; nothing is scanned, and nothing removed.
+    Raises the same."""
+    bound = _bound_of(backend, capacity)
+    return backend if bound is None else _Bounded(backend, bound)
+
+
+class _Bounded(PassingLayer):
+    def __init__(self, inner: StorageBackend, capacity_bytes: int) -> None:
+        super().__init__(inner)
+        self._capacity_bytes = capacity_bytes
+
+    def usage(self) -> Usage:
+        return replace(self.inner.usage(), capacity_bytes=self._capacity_bytes)
+
+
+def _bound_of(backend: StorageBackend, capacity: Capacity | None) -> int | None:
+    """What a capacity layer has to keep to; None where none is needed."""
     capabilities = backend.capabilities()
     if capacity is None:
-        if capabilities.evicts or capabilities.bounded_by:
-            return backend
-        capacity = _usual(backend)
-    return backend if capacity == UNLIMITED else CapacityLayer(backend, int(capacity))
+        return None if capabilities.evicts or capabilities.bounded_by else _usual(backend)
+    if capacity == UNLIMITED:
+        return None
+    check_boundable(capabilities)
+    return int(capacity)
 
 
 def local_share(free_bytes: int) -> int:

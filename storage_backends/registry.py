@@ -25,6 +25,8 @@ BUILT_IN = {
     "s3": "storage_backends.s3.backend:open_backend",
     "redis": "storage_backends.redis.backend:open_backend",
 }
+LOOKS = {"file": "storage_backends.file.look:FileLook"}
+"""What stands for a backend while a configuration is checked, where opening it would be noticed by others."""
 INSTALL = {
     "fsspec": "pip install 'cachesvc[fsspec]'",
     "nixl": "pip install --no-deps nixl-cu12==1.5.1",  # its dependencies bring CUDA, which it runs without
@@ -58,6 +60,15 @@ def open_backend(name: str, options: Mapping[str, object]) -> StorageBackend:
     if "layers" in options or backend.capabilities().remote:
         return in_layers(backend, layers)
     return backend
+
+
+def look_at_backend(name: str, options: Mapping[str, object]) -> StorageBackend:
+    """As `open_backend`, and raises what that would, without taking part in what others have open."""
+    if name not in LOOKS:
+        return open_backend(name, options)
+    LayerOptions.parse(options.get("layers", {}))
+    look: Opener = EntryPoint(name, LOOKS[name], GROUP).load()
+    return look({option: value for option, value in options.items() if option != "layers"})
 
 
 def _opener(name: str) -> Opener:

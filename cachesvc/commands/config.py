@@ -1,8 +1,9 @@
 """`cachesvc config show|check|example`: the configuration that `up` would run with.
 
 `show` prints the effective values as TOML (`--json`: as JSON), secrets hidden. `check` goes through everything `up`
-checks, the tiers included, and opens no door. `example` prints a file with every key and its default. `show` and
-`check` take the flags of `up`. Exit status 0, or 2 for a wrong configuration, 1 for one that does not fit this machine.
+checks, the tiers included; it opens no door, and a daemon that runs with the same tiers does not notice. `example`
+prints a file with every key and its default. `show` and `check` take the flags of `up`. Exit status 0, or 2 for a wrong
+configuration, 1 for one that does not fit this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cachesvc.config.model import ConfigError
 from cachesvc.config.sources import load_config
 from cachesvc.config.text import as_toml, effective, example
 from cachesvc.daemon.summary import DoesNotFit
-from cachesvc.daemon.up import compose
+from cachesvc.daemon.up import check
 from storage_backends.options import hint
 
 
@@ -47,9 +48,8 @@ def _show(flags: list[str]) -> int:
 
 
 def _check(flags: list[str]) -> int:
-    daemon = compose(load_config("cachesvc config check", flags))
-    daemon.node.close()
-    print("\n".join([*daemon.summary, "good"]))
+    summary = check(load_config("cachesvc config check", flags))
+    print("\n".join([*summary, "good"]))
     return 0
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from cachesvc.config.model import ConfigError, TierConfig
 from cachesvc.node.tiers import Tier, TierOptions, demotions
 from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
-from storage_backends.bounds import in_bounds
+from storage_backends.bounds import as_bounded, in_bounds
 from storage_backends.errors import StorageConfigError, StorageError
 from storage_backends.layers.expiry import ExpiryLayer
-from storage_backends.registry import WITHOUT_SERVICE, open_backend
+from storage_backends.registry import WITHOUT_SERVICE, look_at_backend, open_backend
 
 OPEN_S = 4.0
 """How long a tier may take to open, the loading of its libraries included."""
@@ -26,14 +26,15 @@ ANSWER_S = 2.0
 T = TypeVar("T")
 
 
-def open_tiers(configs: Sequence[TierConfig]) -> list[Tier]:
+def open_tiers(configs: Sequence[TierConfig], *, takes_part: bool = True) -> list[Tier]:
     """Open tiers in the same order; the caller closes them. ConfigError names the tier and what is wrong with it;
-    nothing is left open then, apart from what hangs."""
+    nothing is left open then, apart from what hangs. Without `takes_part` they are there to be looked at only: nothing
+    that others use is joined, scanned or changed."""
     tiers: list[Tier] = []
     try:
         for index, config in enumerate(configs):
             options = TierOptions(config.write_mode, config.promote, config.codec, config.admit_after)
-            backend, trouble = _open(index, config)
+            backend, trouble = _open(index, config, takes_part)
             tiers.append(Tier(config.label, backend, options, trouble))
         _check_order(tiers)
     except ConfigError:
@@ -51,11 +52,12 @@ def _check_order(tiers: Sequence[Tier]) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _open(index: int, config: TierConfig) -> tuple[StorageBackend, str]:
+def _open(index: int, config: TierConfig, takes_part: bool) -> tuple[StorageBackend, str]:
     """The backend, and what is wrong with it where it is optional."""
     place = f"tier[{index}] ({config.label})"
+    open_one = open_backend if takes_part else look_at_backend
     try:
-        backend = _bounded(lambda: open_backend(config.backend, _options(config)), OPEN_S)
+        backend = _bounded(lambda: open_one(config.backend, _options(config)), OPEN_S)
     except StorageConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
     except (StorageError, OSError, TimeoutError) as error:
@@ -68,7 +70,7 @@ def _open(index: int, config: TierConfig) -> tuple[StorageBackend, str]:
             f"{place}: {trouble}; start what it needs, take the tier out, or set optional = true to start without it"
         )
     try:
-        return _in_bounds(backend, config), trouble
+        return _in_bounds(backend, config) if takes_part else as_bounded(backend, config.capacity_bytes), trouble
     except (ValueError, OSError) as error:
         _bounded(backend.close, ANSWER_S)
         raise ConfigError(f"{place}: capacity_bytes: {error}") from error

@@ -32,6 +32,7 @@ from cachesvc.daemon.claim import Claim, RunInfo
 from cachesvc.daemon.desk import ChannelOptions
 from cachesvc.daemon.health import Health, Heartbeat
 from cachesvc.daemon.socket_watch import SocketWatch
+from cachesvc.daemon.sockets import check_length
 from cachesvc.daemon.summary import (
     Demand,
     check_demands,
@@ -47,6 +48,7 @@ from cachesvc.daemon.tiers import open_tiers
 from cachesvc.node.descriptors import Descriptors
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
+from cachesvc.node.tier import Tier
 from cachesvc.rpc.codec import versions
 from cachesvc.tcp import bind
 
@@ -231,23 +233,45 @@ def compose(config: Config) -> Daemon:
         tiers = open_tiers(config.tier)
         for tier in tiers:
             undo.callback(tier.backend.close)
-        room = memory_room()
-        managed = Demand("memory.managed_bytes", "node-managed memory", config.memory.managed_bytes, room)
-        demands = [tier_demand(capacity_key(config, index), tier) for index, tier in enumerate(tiers)]
-        known = [managed, *(demand for demand in demands if demand is not None)]
-        check_demands(known)
         max_connections, files = connections_that_fit(config.channel.max_connections, Descriptors())
-        summary = [
-            f"memory   regions, as engines attach: have {size(room.have_bytes)} ({room.source}), "
-            f"reserve {size(room.reserve_bytes)}",
-            f"memory   {managed.describe()}",
-            files,
-            *describe_tiers(tiers, demands),
-            *describe_total(known),
-        ]
+        summary = _checked(config, tiers, files)
         node = Node(tiers, options=node_options(config))
         undo.pop_all()
     return Daemon(config, node, summary, open_grpc, max_connections)
+
+
+def check(config: Config) -> list[str]:
+    """The summary of a start with this configuration, or what would keep it from starting, as `compose` raises it.
+    Nothing is joined or left behind: a daemon that runs with the same tiers does not notice."""
+    check_proc()
+    grpc_opener(config)
+    try:
+        check_length(socket_path(config))
+    except OSError as error:
+        raise OSError(f"channel.socket: {error}") from error
+    with ExitStack() as looking:
+        tiers = open_tiers(config.tier, takes_part=False)
+        for tier in tiers:
+            looking.callback(tier.backend.close)
+        _, files = connections_that_fit(config.channel.max_connections, Descriptors())
+        return _checked(config, tiers, files)
+
+
+def _checked(config: Config, tiers: list[Tier], files: str) -> list[str]:
+    """The summary. DoesNotFit; OSError."""
+    room = memory_room()
+    managed = Demand("memory.managed_bytes", "node-managed memory", config.memory.managed_bytes, room)
+    demands = [tier_demand(capacity_key(config, index), tier) for index, tier in enumerate(tiers)]
+    known = [managed, *(demand for demand in demands if demand is not None)]
+    check_demands(known)
+    return [
+        f"memory   regions, as engines attach: have {size(room.have_bytes)} ({room.source}), "
+        f"reserve {size(room.reserve_bytes)}",
+        f"memory   {managed.describe()}",
+        files,
+        *describe_tiers(tiers, demands),
+        *describe_total(known),
+    ]
 
 
 def capacity_key(config: Config, index: int) -> str:

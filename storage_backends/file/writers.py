@@ -42,7 +42,8 @@ _TURN_S = 0.02
 _MAX_JOINS = 1 << 20  # of one page; a page that is ahead by more is another one
 _DIRECTORY = "writers"
 _LOCK = "start.lock"
-_USAGE = "usage"
+USAGE = "usage"
+"""The page's file; its first eight bytes are the total."""
 
 
 class _Counters:
@@ -100,7 +101,7 @@ class Writers:
             undo.callback(self._unregister)
             self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock_fd)
-            self._counters = _Counters(directory / _USAGE)
+            self._counters = _Counters(directory / USAGE)
             undo.pop_all()
         self._joined = self._joins_alone = -1
 

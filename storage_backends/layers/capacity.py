@@ -276,9 +276,14 @@ class _Doubts:
             self._changed.notify_all()
 
 
-def _bounded(inner: Capabilities) -> Capabilities:
+def check_boundable(inner: Capabilities) -> None:
+    """ValueError: a capacity layer has no place around such a backend."""
     if inner.evicts:
         raise ValueError(f"the {inner.name} backend has a capacity of its own: set that one")
     if inner.verifies:
         raise ValueError("the capacity layer counts bytes as stored: it belongs below the checksum layer")
+
+
+def _bounded(inner: Capabilities) -> Capabilities:
+    check_boundable(inner)
     return Capabilities(**{**vars(inner), "evicts": True, "counted": True})

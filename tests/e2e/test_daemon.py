@@ -160,7 +160,14 @@ def test_a_signal_sent_twice_at_once_is_one_signal(home):
 
 
 def test_names_mean_nothing_to_the_terminal(home, capsys):
-    tier = {"name": "[/foo]\x1b[31m", "troubles": [], "is_scanning": False, "used_bytes": None, "objects": None}
+    tier = {
+        "name": "[/foo]\x1b[31m",
+        "troubles": [],
+        "is_scanning": False,
+        "used_bytes": None,
+        "objects": None,
+        "bounded_by": "",
+    }
     node = {"is_ready": True, "version": "1", "pid": 1, "socket": "/s", "admin_url": "http://x"}
     status._show({"node": node, "tiers": [{**tier, "capacity_bytes": 0, "place": ""}], "sessions": [], "regions": []})
     assert "[/foo]?[31m  ok     unknown" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from storage_backends.base import Outcome, outcomes
 from storage_backends.errors import StorageUnavailable
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.registry import open_backend
-from tests.helpers.daemon import DaemonProcess, Home
+from tests.helpers.daemon import HANG_S, DaemonProcess, Home
 from tests.helpers.engine import Engine
 
 
@@ -94,8 +94,8 @@ CASES = {
         ["tier[0] (file)", "'/etc/hostname'", "name another one"],
     ),
     "an address others could reach": (["--admin.host", "0.0.0.0"], 2, ["admin.host", "'0.0.0.0'", "127.0.0.1"]),
-    "a socket path that is too long": (["--socket", "/tmp/" + "x" * 120], 1, ["x" * 120, "107"]),
-    "a socket in a folder that cannot be": (["--socket", "/proc/no/node.sock"], 1, ["/proc/no"]),
+    "a socket path that is too long": (["--socket", "/tmp/" + "x" * 120], 1, ["channel.socket", "x" * 120, "107"]),
+    "a socket in a folder that cannot be": (["--socket", "/proc/no/node.sock"], 1, ["channel.socket", "/proc/no"]),
 }
 
 
@@ -152,6 +152,34 @@ def test_check_finds_the_same_and_opens_no_door(home):
         assert all(word in ended.stderr for word in words)
     assert home.run("config", "check").returncode == 0
     assert not home.socket.parent.exists()
+    assert not home.pages.exists(), "nor is a directory made"
+
+
+def test_a_daemon_does_not_notice_a_check(home):
+    """Its file tier goes on answering from its index: nobody has joined the directory."""
+    with DaemonProcess(home) as daemon:
+        engine = Engine(home, "engine-1")
+        engine.write()
+        engine.client.backup(engine.keys, engine.frames, engine.depths)
+        engine.client.drain(HANG_S)
+        before = {path: path.stat().st_mtime_ns for path in [home.pages, *home.pages.rglob("*")] if path.is_dir()}
+        checked = home.run("config", "check")
+        assert checked.returncode == 0, checked.stderr
+        assert str(home.pages) in checked.stdout
+        assert {path: path.stat().st_mtime_ns for path in before} == before
+        assert daemon.client.get("/readyz").status_code == 200
+        engine.client.detach()
+    # A second process that joined would have been counted for good.
+    words = (home.pages / "usage").read_bytes()
+    assert int.from_bytes(words[8:16], "little") == 1
+
+
+def test_a_socket_in_use_or_out_of_place_is_told_with_its_key(home):
+    with DaemonProcess(home):
+        assert "channel.socket: " in home.run("up", "--admin.port", "0").stderr
+        other = ("--admin.port", "0", "--socket", str(home.path / "o" / "node.sock"))
+        taken = home.run("up", *other, "--grpc.address", f"unix://{home.socket.with_name('grpc.sock')}")
+        assert "grpc.address: " in taken.stderr.splitlines()[-1]
 
 
 def test_a_signal_during_the_start_ends_it_in_order(home, monkeypatch):

@@ -241,3 +241,34 @@ def test_a_compressing_tier_writes_small_pages_that_come_back() -> None:
     assert chain.read(bytes(32), ids, Segments.of_rows(target)).outcomes.tolist() == [Outcome.OK] * 2
     assert np.array_equal(target, pages)
     chain.close()
+
+
+SECRETS = {
+    "redis://:hunter2@host:6379/0": "redis://:***@host:6379/0",
+    "redis://u:hunter2@host/0?password=hunter2&db=1": "redis://u:***@host/0?password=***&db=1",
+    "redis://host/0?db=1;PassWord=hunter2": "redis://host/0?db=1;PassWord=***",
+    "redis://host/0?p%61ssword=hunter2": "redis://host/0?p%61ssword=***",
+    "https://host/a?sig=hunter2&sv=2020": "https://host/a?sig=***&sv=2020",
+    "https://host/a#access_token=hunter2": "https://host/a#access_token=***",
+    "redis://u:hun@ter2@host/0": "redis://u:***@host/0",
+    "redis://u:hunter2/@host/0": "redis://u:***@host/0",
+    "redis://a:hunter2@one:1,redis://a:hunter2@two:2": "redis://a:***@one:1,redis://a:***@two:2",
+    "redis://host:6379/0?db=1": "redis://host:6379/0?db=1",
+    "/var/cache/pages": "/var/cache/pages",
+}
+
+
+@pytest.mark.parametrize("value", SECRETS)
+def test_secrets_in_urls_are_not_shown(value):
+    tier = TierConfig(backend="memory", options={"url": value, "more": {"list": [value]}})
+    config = Config.model_construct(tier=[tier])
+    options = effective(config)["tier"][0]["options"]
+    assert options == {"url": SECRETS[value], "more": {"list": [SECRETS[value]]}}
+
+
+@pytest.mark.parametrize("name", ["password", "pwd", "account_key", "connection_string", "sas_token", "auth"])
+def test_secret_options_are_not_shown(name):
+    config = Config.model_construct(
+        tier=[TierConfig(backend="memory", options={name: "hunter2", "tls_key_file": "/k"})]
+    )
+    assert effective(config)["tier"][0]["options"] == {name: "***", "tls_key_file": "/k"}
