@@ -29,6 +29,11 @@ def taken(segments: Segments, i: int) -> bytes:
     return gather(segments.addresses[which], segments.lengths[which])
 
 
+def copied(part: memoryview) -> bytes:
+    """A copy of a view."""
+    return gather(*_ranges([part]))
+
+
 def starts_alike(parts: list[memoryview], value: bytes) -> bool:
     """Whether `value` and the memory of `parts` agree as far as both reach."""
     held = gather(*_ranges(parts))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from redis.connection import Connection, ConnectionPool
 
 from storage_backends.redis.names import Rows
-from storage_backends.segment_views import fill
+from storage_backends.segment_views import copied, fill
 
 Buffer = bytes | memoryview
 Reply = object
@@ -183,17 +183,23 @@ class Wire:
 
 
 class TlsWire(Wire):
-    """The same over TLS, which knows neither gathering nor waiting for all: one call for each record."""
+    """The same over TLS, which knows neither gathering nor waiting for all: one call for each record. The library loads
+    and stores in this process, where the kernel would answer EFAULT: it gets memory of ours, never a client's."""
 
     def _prepare(self, timeout_s: float) -> None:
         self._socket.settimeout(timeout_s)
+        self._scratch = memoryview(bytearray(_CHUNK_BYTES))
 
     def send(self, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:
-            self._socket.sendall(buffer)
+            whole = memoryview(buffer)
+            for begin in range(0, len(whole), _CHUNK_BYTES):
+                self._socket.sendall(copied(whole[begin : begin + _CHUNK_BYTES]))
 
     def _receive_into(self, target: memoryview) -> int:
-        return self._socket.recv_into(target, len(target))
+        count = self._socket.recv_into(self._scratch, min(len(target), _CHUNK_BYTES))
+        fill([target[:count]], self._scratch[:count])
+        return count
 
 
 def _wire_on(connection: Connection, timeout_s: float) -> Wire:
