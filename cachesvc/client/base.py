@@ -114,6 +114,10 @@ class CacheClient(ABC):
         """Opens the session, once per client. AttachRefused: another identity in the group, geometry, memory, or ops
         on the region that still run."""
 
+    def is_connected(self) -> bool:
+        """Whether there is a node at the moment, as far as the last call has shown. Costs nothing."""
+        return True
+
     @abstractmethod
     def publish(self, frames: I32) -> None:
         """Tells the node that the engine wrote these frames (records and generations done): others may find them by

@@ -77,7 +77,9 @@ class ChannelClient(CacheClient):
         self._dial = dial
         self._options = options or ChannelClientOptions()
         self._counters = ClientCounters()
-        self._counters.registry.gauge("cachesvc_client_connected", "1 with a connection", self._is_connected)
+        self._counters.registry.gauge(
+            "cachesvc_client_connected", "1 with a connection", lambda: float(self.is_connected())
+        )
         self._watch = Watch()
         self._pid = os.getpid()
         self._ids = itertools.count(1)
@@ -120,6 +122,9 @@ class ChannelClient(CacheClient):
         return Attachment(
             welcome.session_id, region, welcome.namespace, welcome.enabled, welcome.warning, welcome.has_pages
         )
+
+    def is_connected(self) -> bool:
+        return self._link is not None
 
     def publish(self, frames: I32) -> None:
         self._enter()
@@ -397,9 +402,6 @@ class ChannelClient(CacheClient):
     def _decline(self, verb: Verb, reason: Decline) -> Declined:
         self._counters.declined.inc(1, verb, reason)
         return Declined(reason)
-
-    def _is_connected(self) -> float:
-        return float(self._link is not None)
 
     def forget_everything(self) -> None:
         """In a forked child: closes its copies of the descriptors, which are the parent's to use."""

@@ -11,7 +11,10 @@ Locked nodes take at most half of the frames, so that a slow medium never keeps 
 waiting nodes are not locked and may be evicted. The tree names the nodes of a path that storage lacks when a turn
 comes, so that a prefix is always handed over before its suffix, however its nodes were split while they waited.
 
-Whether there is any storage is the node's to say, each time: a node may appear, go, or be another one later.
+Whether there is any storage is the node's to say, each time: a node may appear, go, or be another one later. What is
+offered while none is there, or is under way when it goes, is deferred: it stays what it is, may be evicted, and is
+offered again when there is a node, in the order in which it came and one bounded op after the other, so that new pages
+and loads do not stand behind a long absence.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from cachekernels.tree_types import I64, BackupOp, NodeId, StaleNode
 
 from cachesvc.client.base import CacheClient, Declined
 from cachesvc.node.events import PagesStored
-from cachesvc.outcomes import Decline, PageDrop
+from cachesvc.outcomes import Decline, OpEnd, PageDrop
 from engine_plugin.hicache.counts import CacheCounts
 from engine_plugin.hicache.frames import fit
 from engine_plugin.memory.transfer import Bools
@@ -34,6 +37,10 @@ from storage_backends.outcome import Outcome
 
 MAX_WAITING = 4096
 """Nodes that may wait; past that the oldest is dropped."""
+MAX_DEFERRED = 65536
+"""Nodes that may be deferred; past that the oldest is dropped."""
+RESUMED_PAGES = 256
+"""Deferred pages that are offered as one op, at least one node's; the next ones when it has ended."""
 NEVER_TRIED = 2**31 - 1
 RETRY_LATER = frozenset({Decline.TOO_MANY_OPS, Decline.QUEUE_FULL, Decline.OUTPUT_FULL, Decline.NODE_SILENT})
 """Reasons that pass by themselves: tried again when an op ends that is under way."""
@@ -49,6 +56,7 @@ class _Waiting:
 @dataclass(eq=False)
 class _Storing:
     op: BackupOp
+    nodes: list[NodeId]
     stored: Bools
     num_not_admitted: int = 0
 
@@ -63,6 +71,7 @@ class Backup:
         self._room = max(1, num_frames // 2)  # frames that may still be locked
         self._waiting: deque[_Waiting] = deque()
         self._storing: dict[int, _Storing] = {}  # by the client's op
+        self._deferred: dict[NodeId, None] = {}  # in the order in which they came
         self.has_storage = True  # as far as is known: the node's last answer
 
     @property
@@ -88,6 +97,35 @@ class Backup:
             chosen = self._choose()
             if chosen and self._begin(np.array(chosen, np.int64)):
                 return
+
+    def resume(self) -> None:
+        """Offers some of what was deferred, if there is a node now that has nothing else to store. To be called with
+        each poll of the client."""
+        if not self._deferred or self._waiting or self._storing or not self._client.is_connected():
+            return
+        num_pages = 0
+        while self._deferred and num_pages < RESUMED_PAGES:
+            node = next(iter(self._deferred))
+            del self._deferred[node]
+            num_pages += self._num_unstored(node)
+            self._waiting.append(_Waiting(node))
+        self.start_waiting()
+
+    def _num_unstored(self, node: NodeId) -> int:
+        try:
+            return sum(self._tree.info(one).num_pages for one in self._tree.unstored(node).tolist())
+        except StaleNode:  # evicted meanwhile, and counted there
+            return 0
+
+    def _defer(self, nodes: list[NodeId]) -> None:
+        """No node is there to take them, or it went before it had."""
+        new = [node for node in nodes if node not in self._deferred]
+        self._counts.deferred_pages.inc(sum(self._tree.info(node).num_pages for node in new))
+        self._deferred.update(dict.fromkeys(new))
+        while len(self._deferred) > MAX_DEFERRED:
+            oldest = next(iter(self._deferred))
+            del self._deferred[oldest]
+            self._drop(oldest, PageDrop.BACKUP_DECLINED)
 
     def _choose(self) -> list[NodeId]:
         """The next waiting nodes, with what storage lacks above them, as far as there is room."""
@@ -123,7 +161,7 @@ class Backup:
         storing.stored[event.first_page : event.first_page + len(good)] = good
         storing.num_not_admitted += int(np.count_nonzero(event.outcomes == Outcome.NOT_ADMITTED))
 
-    def on_ended(self, op: int) -> bool:
+    def on_ended(self, op: int, reason: OpEnd = OpEnd.COMPLETED) -> bool:
         """The node has let go of the frames. False: not an op of ours."""
         storing = self._storing.pop(op, None)
         if storing is None:
@@ -133,12 +171,16 @@ class Backup:
         self._counts.stored_pages.inc(num_stored)
         self._counts.dropped_pages.inc(storing.num_not_admitted, PageDrop.BACKUP_NOT_ADMITTED)
         num_failed = len(storing.stored) - num_stored - storing.num_not_admitted
-        self._counts.dropped_pages.inc(num_failed, PageDrop.BACKUP_FAILED)
+        if reason is OpEnd.LOST and num_failed:
+            self._defer([node for node in storing.nodes if self._num_unstored(node)])
+        else:
+            self._counts.dropped_pages.inc(num_failed, PageDrop.BACKUP_FAILED)
         return True
 
     def forget_waiting(self) -> None:
         """The cache is cleared."""
         self._waiting.clear()
+        self._deferred.clear()
 
     def _begin(self, nodes: I64) -> bool:
         """Hand `nodes` over. True: nothing more need be tried now."""
@@ -153,14 +195,16 @@ class Backup:
                 if reason in RETRY_LATER and self._storing:
                     self._waiting.extendleft(map(_Waiting, reversed(nodes.tolist())))
                     return True
-                if self.has_storage:
+                if reason is Decline.NODE_AWAY:
+                    self._defer(nodes.tolist())
+                elif self.has_storage:
                     self._counts.dropped_pages.inc(len(op.frames), PageDrop.BACKUP_DECLINED)
                 else:  # nothing is further down that the others could go to
-                    self._waiting.clear()
+                    self.forget_waiting()
                 return False
             case client_op:
                 self.has_storage = True
-                self._storing[client_op] = _Storing(op, none_stored)
+                self._storing[client_op] = _Storing(op, nodes.tolist(), none_stored)
                 return True
 
     def _finish(self, op: BackupOp, stored: Bools) -> None:

@@ -167,7 +167,9 @@ class HybridCacheController(RadixCache):
         self._prefetch.poll()
         self._writer.submit()
         self._loads.submit()
-        if not self._take_in():
+        changed = self._take_in()
+        self._backup.resume()
+        if not changed:
             return False
         self._reads.resume()
         self._backup.start_waiting()
@@ -198,9 +200,9 @@ class HybridCacheController(RadixCache):
                 self._backup.on_stored(event)
             case LookupDone():
                 self._reads.on_lookup(event)
-            case OpEnded(op):
+            case OpEnded(op, reason):
                 if not self._reads.on_ended(op):
-                    self._backup.on_ended(op)
+                    self._backup.on_ended(op, reason)
 
     def fileno(self) -> int | None:
         """An epoll fd over ended copies and the node's events."""

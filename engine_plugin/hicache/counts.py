@@ -42,6 +42,9 @@ class CacheCounts:
             "hicache_copy_seconds_total", "Time from hand-over to the end of copies", direction=DIRECTIONS
         )
         self.stored_pages = counter("hicache_stored_pages_total", "Pages that reached storage")
+        self.deferred_pages = counter(
+            "hicache_deferred_pages_total", "Pages that no node was there to store, to be offered when one is"
+        )
         self.prefetches = counter(
             "hicache_prefetches_total", "Prefetches of requests, by how they ended", end=_names(list(PrefetchEnd))
         )

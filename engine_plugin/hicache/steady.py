@@ -69,6 +69,9 @@ class SteadyClient(CacheClient):
     def attach(self, request: AttachRequest) -> Attachment:
         return self._client.attach(request)
 
+    def is_connected(self) -> bool:
+        return self._client.is_connected()
+
     def publish(self, frames: I32) -> None:
         try:
             self._client.publish(frames)

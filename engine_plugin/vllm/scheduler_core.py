@@ -265,6 +265,7 @@ class SchedulerCore:
         if events:
             self._reads.resume()
             self._backup.start_waiting()
+        self._backup.resume()
 
     def begun_loads(self) -> list[LoadOp]:
         """Loads that were begun and that no step has handed over."""
@@ -432,9 +433,9 @@ class SchedulerCore:
                 self._backup.on_stored(event)
             case LookupDone():
                 self._reads.on_lookup(event)
-            case OpEnded(op):
+            case OpEnded(op, reason):
                 if not self._reads.on_ended(op):
-                    self._backup.on_ended(op)
+                    self._backup.on_ended(op, reason)
 
 
 def _nothing_to_write(nodes: I64) -> None:

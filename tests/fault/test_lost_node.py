@@ -8,6 +8,7 @@ import select
 from collections.abc import Callable
 
 import pytest
+from cachekernels.pages import object_ids
 
 from cachesvc.client.base import I32, U32, Declined, Keys
 from cachesvc.client.inprocess import InProcessClient
@@ -61,7 +62,8 @@ def test_with_nothing_under_way(backend: ScriptedBackend, lose: Lose) -> None:
         lose(rig.client)
         compute_everything(rig)
         assert rig.count("hicache_stored_pages_total") == 0
-        assert rig.drops() == {"backup_declined": 8}
+        assert rig.drops() == {}
+        assert rig.count("hicache_deferred_pages_total") == 8
         assert rig.count('hicache_declined_total{verb="backup",reason="node_away"}') > 0
 
 
@@ -116,8 +118,48 @@ def test_in_the_middle_of_a_backup(backend: ScriptedBackend, lose: Lose) -> None
         lose(rig.client)
         rig.cache.poll()
         assert rig.cache.idle()  # the frames are not locked any more
-        assert rig.drops() == {"backup_failed": 8}
+        assert rig.drops() == {}
+        assert rig.count("hicache_deferred_pages_total") == 8
         compute_everything(rig)
+
+
+def test_what_was_computed_without_a_node_is_stored_when_it_is_back(
+    backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefix before suffix, and no more at a time than the bound says, beside what is new."""
+    monkeypatch.setattr("engine_plugin.hicache.backup.RESUMED_PAGES", 4)
+    put: list[list[bytes]] = []
+    backend.before["put"] = lambda ids: put.append([one.tobytes() for one in ids])
+    with lost_rig(backend) as rig:
+        rig.client.leave()
+        for seed in (4, 5, 6):
+            for num_pages in (3, 8):
+                rig.run(prompt(seed, num_pages * PAGE + 1))
+                rig.settle_host()
+        assert rig.count("hicache_deferred_pages_total") == 24
+        assert rig.cache.idle()
+        rig.client.come_back()
+        rig.cache.poll()
+        assert 0 < sum(rig.client.backups.values()) <= 8, "a node's path, and no more"
+        rig.settle()
+        assert rig.count("hicache_stored_pages_total") == 24
+        assert rig.drops() == {}
+        order = {key: number for number, key in enumerate(key for batch in put for key in batch)}
+        for seed in (4, 5, 6):
+            keys = rig.tree.keys_after(rig.tree.match(TOKENS[:0]).node, prompt(seed, 8 * PAGE + 1))
+            numbers = [order[one.tobytes()] for one in object_ids(keys)]
+            assert numbers == sorted(numbers), "a prefix is stored before its suffix"
+
+
+def test_what_was_evicted_meanwhile_is_not_offered(backend: ScriptedBackend) -> None:
+    with lost_rig(backend) as rig:
+        rig.client.leave()
+        compute_everything(rig)
+        assert rig.cache.flush().ok
+        rig.client.come_back()
+        rig.settle()
+        assert rig.count("hicache_stored_pages_total") == 0
+        assert not rig.client.backups
 
 
 def test_a_node_that_answers_nothing_keeps_no_request_waiting(backend: ScriptedBackend) -> None:

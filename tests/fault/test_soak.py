@@ -32,6 +32,17 @@ def test_no_wrong_byte_no_leaked_frame_no_hang(capsys: pytest.CaptureFixture[str
     assert "200 rounds" in finished.stdout
 
 
+def test_progress_and_a_summary_are_told() -> None:
+    finished = soak("-m", "tests.soak", rounds=2)
+    assert finished.returncode == 0, finished.stderr
+    first, progress, done, *lines = finished.stdout.splitlines()
+    assert first.startswith("soak: 2 rounds, 3 engines, seed ")
+    assert progress.startswith("soak: round 1 of 2, ")
+    assert done == "soak: done"
+    assert [line.split("  ")[1] for line in lines][:3] == ["rounds", "machine", "killed"]
+    assert "no wrong byte" in lines[-1]
+
+
 def test_a_wrong_byte_is_found() -> None:
     finished = soak("-c", SPOILED, rounds=5)
     assert finished.returncode == 1

@@ -67,6 +67,9 @@ class LosableClient(InProcessClient):
     def fall_silent(self) -> None:
         self.state = "silent"
 
+    def is_connected(self) -> bool:
+        return self.state == "here"
+
     def publish(self, frames: I32) -> None:
         if self._is_here():
             super().publish(frames)

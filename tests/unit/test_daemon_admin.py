@@ -13,6 +13,7 @@ from cachesvc.daemon.admin import build_app
 from cachesvc.daemon.health import LATE_S, Health, Heartbeat
 from cachesvc.identity import Identity
 from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from storage_backends.base import Outcome, outcomes
 from storage_backends.errors import StorageUnavailable
@@ -167,6 +168,33 @@ def test_a_tier_that_was_down_at_the_start_is_asked_until_it_answers(clock):
         assert client.get("/readyz/far").status_code == 503
         node.tick()
         while client.get("/readyz/far").status_code != 200:
+            pass
+
+
+def test_all_workers_stuck_is_not_ready_and_metrics_answer(clock):
+    """A medium that hangs for good; what needs no worker goes on."""
+    entered, release = threading.Event(), threading.Event()
+
+    class Hanging(PassingLayer):
+        def get_into(self, ids, segments):
+            entered.set()
+            release.wait()
+            return super().get_into(ids, segments)
+
+    options = NodeOptions(num_workers=1, stuck_after_s=10.0)
+    with Node([Tier("far", Hanging(open_backend("memory", {})))], clock=clock, options=options) as node:
+        app = build_app(node, Health(node, Heartbeat(clock)), "127.0.0.1", {})
+        client = TestClient(app, base_url="http://127.0.0.1")
+        engine = attach(node)
+        engine.prefetch(np.zeros((1, 32), np.uint8), np.zeros(1, np.int32), np.zeros(1, np.uint32))
+        assert entered.wait(60)
+        assert client.get("/readyz/far").status_code == 200
+        clock.seconds = 10.0
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/readyz/far").json()["reasons"] == ["a read has been running for 10 s"]
+        assert "cachesvc_ready 0.0" in client.get("/metrics").text.splitlines()
+        release.set()
+        while "cachesvc_ready 1.0" not in client.get("/metrics").text.splitlines():
             pass
 
 
