@@ -24,7 +24,6 @@ from cachesvc.daemon.grpc_store import StorePool, StoreService
 from cachesvc.daemon.health import Health
 from cachesvc.daemon.socket_watch import SocketWatch
 from cachesvc.daemon.sockets import file_at
-from cachesvc.metrics import Registry
 from cachesvc.node.node import Node
 from cachesvc.outcomes import Reject
 from cachesvc.rpc import channel_pb2, codec, common_pb2, service_pb2
@@ -53,7 +52,7 @@ class GrpcDoor:
             StoreService(self._stores, max_message_bytes).methods(answers),
         )
         self._server = self._new_server()
-        self._claim, self._watch = self._bind(node.registry)
+        self._claim, self._watch = self._bind()
         self.update()
         self._server.start()
 
@@ -92,7 +91,7 @@ class GrpcDoor:
         if self._claim is not None:
             self._claim.release()
 
-    def _bind(self, registry: Registry) -> tuple[Claim | None, SocketWatch | None]:
+    def _bind(self) -> tuple[Claim | None, SocketWatch | None]:
         """The claim on the Unix socket and what looks after it, where the address is one."""
         if not self.address.startswith("unix://"):
             self._listen()
@@ -103,9 +102,7 @@ class GrpcDoor:
         except OSError:
             claim.release()
             raise
-        watch = SocketWatch("grpc", claim, self._is_bound, lambda: self._rebind(claim.socket_path), registry)
-        self._status.add(lambda: watch.trouble)
-        return claim, watch
+        return claim, SocketWatch("grpc", claim, self._is_bound, lambda: self._rebind(claim.socket_path), self._status)
 
     @staticmethod
     def _take_claim(path: Path) -> Claim:

@@ -9,6 +9,8 @@ from cachesvc.clock import Clock
 from cachesvc.node.node import Node
 from cachesvc.node.report import TierReport
 
+WATCHED = ("channel", "grpc")
+"""Doors with a socket that others find by its name."""
 LATE_S = 5.0
 """The daemon's loop beats twice a second; this long without a beat and it hangs."""
 
@@ -46,6 +48,11 @@ class Health:
         self._heartbeat = heartbeat
         self._is_stopping = False
         self._troubles: list[Callable[[], str]] = []
+        self.rebinds = node.registry.counter(
+            "cachesvc_socket_rebinds_total",
+            "Times that a socket was removed under the daemon and made again",
+            door=list(WATCHED),
+        )
 
     def add(self, trouble: Callable[[], str]) -> None:
         """`trouble` says why nobody is to be sent here, empty where there is no reason. It must not block."""

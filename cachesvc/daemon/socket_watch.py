@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from cachesvc.daemon.claim import Claim, SocketTaken
-from cachesvc.metrics import Registry
+from cachesvc.daemon.health import Health
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +20,18 @@ class SocketWatch:
     """One door's socket. `look` is called now and then by one thread; `trouble` may be read by any."""
 
     def __init__(
-        self, name: str, claim: Claim, is_bound: Callable[[], bool], rebind: Callable[[], None], registry: Registry
+        self, name: str, claim: Claim, is_bound: Callable[[], bool], rebind: Callable[[], None], health: Health
     ) -> None:
-        """`name` of the door. `is_bound`: whether what lies at the claim's path is the door's; `rebind` binds it again,
-        where nothing is any more. OSError: it cannot."""
+        """`name` of the door, one of `WATCHED`; `health` is told. `is_bound`: whether what lies at the claim's path is
+        the door's; `rebind` binds it again, where nothing is any more. OSError: it cannot."""
         self.trouble = ""
         """Why new clients do not find the door; empty while they do."""
         self._name = name
         self._claim = claim
         self._is_bound = is_bound
         self._rebind = rebind
-        self._rebinds = registry.counter(
-            f"cachesvc_{name}_rebinds_total", "Times the socket was removed under the daemon and made again"
-        )
+        self._rebinds = health.rebinds
+        health.add(lambda: self.trouble)
 
     def look(self) -> None:
         """Makes the socket again where it is gone. Never raises for what somebody did to it."""
@@ -50,5 +49,5 @@ class SocketWatch:
             self.trouble = trouble
         else:
             logger.warning("the %s's socket %s was removed under this daemon; bound again", self._name, path)
-            self._rebinds.inc()
+            self._rebinds.inc(1, self._name)
             self.trouble = ""

@@ -109,9 +109,7 @@ class Daemon:
         # Engines first: after a restart they wait for it, while what serves people takes half a second to load.
         await self._channel.start()
         self._is_channel_open = True
-        watch = SocketWatch("channel", claim, self._channel.is_bound, self._channel.rebind, self.node.registry)
-        self._health.add(lambda: watch.trouble)
-        self._socket_watch = watch
+        self._socket_watch = SocketWatch("channel", claim, self._channel.is_bound, self._channel.rebind, self._health)
         if bound is not None:
             self._admin = await asyncio.to_thread(self._open_admin, bound)
         if self._open_grpc is not None:

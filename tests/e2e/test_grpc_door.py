@@ -202,7 +202,7 @@ def test_sockets_that_were_removed_under_the_daemon_are_there_again(home, daemon
     """The engines' and gRPC's; who comes after is served."""
     for name in os.listdir(home.socket.parent):
         home.socket.with_name(name).unlink()
-    bound_again = {f"cachesvc_{door}_rebinds_total 1.0" for door in ("channel", "grpc")}
+    bound_again = {f'cachesvc_socket_rebinds_total{{door="{door}"}} 1.0' for door in ("channel", "grpc")}
     while not bound_again <= set(daemon.client.get("/metrics").text.splitlines()):
         pass
     Engine(home, "engine-1").client.detach()

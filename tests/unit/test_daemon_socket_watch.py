@@ -45,8 +45,13 @@ def door(node, claim):
 
 
 @pytest.fixture
-def watch(node, claim, door):
-    return SocketWatch("channel", claim, door.door.is_bound, door.door.rebind, node.registry)
+def health(node):
+    return Health(node, Heartbeat(SystemClock()))
+
+
+@pytest.fixture
+def watch(claim, door, health):
+    return SocketWatch("channel", claim, door.door.is_bound, door.door.rebind, health)
 
 
 @pytest.fixture
@@ -60,7 +65,7 @@ def look(watch, door):
 
 
 def num_rebinds(node):
-    return node.registry.snapshot()["cachesvc_channel_rebinds_total"]
+    return node.registry.snapshot()['cachesvc_socket_rebinds_total{door="channel"}']
 
 
 def test_a_socket_that_is_there_is_left_alone(node, claim, look, watch):
@@ -106,11 +111,9 @@ def test_who_had_connected_and_not_been_seen_is_served(claim, door, look):
     client.close()
 
 
-def test_what_cannot_be_made_again_is_told_until_it_can(node, claim, door, look, watch):
+def test_what_cannot_be_made_again_is_told_until_it_can(node, claim, door, look, health):
     claim.socket_path.unlink()
     claim.socket_path.mkdir()
-    health = Health(node, Heartbeat(SystemClock()))
-    health.add(lambda: watch.trouble)
     client = TestClient(build_app(node, health, "127.0.0.1", {}), base_url="http://127.0.0.1:1")
     assert client.get("/readyz").status_code == 200
     look()
