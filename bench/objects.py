@@ -189,11 +189,13 @@ class NixlSetting:
 
 
 def _file_rates(run: Run, ours: Callable[[], Callable[[], None]], by_hand: Callable[[], None]) -> Measurement:
-    """GB/s; `ours` prepares a call without being timed."""
+    """GB/s; `ours` prepares a call without being timed. Who goes first changes from round to round: the second meets the
+    pages that the first has left to be written back."""
     mine: list[float] = []
     theirs: list[float] = []
     for number in range(run.warmups + run.rounds):
-        for call, rates in ((ours(), mine), (by_hand, theirs)):
+        pair = [(ours(), mine), (by_hand, theirs)]
+        for call, rates in pair if number % 2 else pair[::-1]:
             start = time.perf_counter()
             call()
             if number >= run.warmups:

@@ -70,9 +70,7 @@ class Uring:
         """Each row into its file, made if missing; O_DIRECT."""
         self._move(_WRITE, lambda path: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT), paths, rows)
 
-    def _move(
-        self, code: int, opened: Callable[[Path], int], paths: Sequence[Path], rows: NDArray[np.uint8]
-    ) -> None:
+    def _move(self, code: int, opened: Callable[[Path], int], paths: Sequence[Path], rows: NDArray[np.uint8]) -> None:
         """`depth` files at a time: each is opened when its turn comes and closed when it has been moved."""
         files: dict[int, int] = {}
         for number, path in enumerate(paths):
