@@ -189,8 +189,8 @@ class NixlSetting:
 
 
 def _file_rates(run: Run, ours: Callable[[], Callable[[], None]], by_hand: Callable[[], None]) -> Measurement:
-    """GB/s; `ours` prepares a call without being timed. Who goes first changes from round to round: the second meets the
-    pages that the first has left to be written back."""
+    """GB/s; `ours` prepares a call without being timed. They take turns in going first: the second one meets the pages
+    that the first has left to be written back."""
     mine: list[float] = []
     theirs: list[float] = []
     for number in range(run.warmups + run.rounds):
