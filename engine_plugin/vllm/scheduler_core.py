@@ -11,7 +11,7 @@ A request's life, in the engine's calls:
     open ──> external_pages* ──> allocated ──> (step: whole pages are offered for stores)* ──> close
                 │ None: storage, another's load or another's store is being waited for; asked again each step
 
-One thread makes every call. `poll` takes in what the node tells, `take_results` what the workers tell.
+One call at a time. `poll` takes in what the node tells, `take_results` what the workers tell.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CoreSettings:
 
 
 class SchedulerCore:
-    """Host and storage tiers under one index. Scheduler thread only."""
+    """Host and storage tiers under one index. Not thread-safe: whoever calls holds the half's lock."""
 
     def __init__(
         self,

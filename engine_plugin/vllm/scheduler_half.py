@@ -3,13 +3,15 @@
 DESIGN. The workers say once what their part of a page is like (`start`); until then, and where something stands in the
 way of a cache, every answer is "nothing cached". An error of ours that nobody foresaw ends the cache, not the engine:
 what was promised to the engine and not begun is handed to the workers as a load that fails, so that no request waits
-for it. vLLM's objects come in as they are (see `EngineRequest`); no module of vLLM is needed here.
+for it. vLLM's objects come in as they are (see `EngineRequest`); no module of vLLM is needed here. Two threads come
+here, one at a time: the engine's, and while that is idle a watch of our own (idle.py).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from cachesvc.outcomes import Bypass
 from engine_plugin.hicache.base import CloseReason
 from engine_plugin.vllm.blocks import Rank
 from engine_plugin.vllm.events import News
+from engine_plugin.vllm.idle import IdleWatch, ThreadedWatch
 from engine_plugin.vllm.metadata import LoadOp, RegionAddress, StepResults, StepWork, WorkerShape
 from engine_plugin.vllm.requests import EngineRequest
 from engine_plugin.vllm.scheduler_core import SchedulerCore
@@ -58,15 +61,20 @@ OpenSession = Callable[[Mapping[Rank, WorkerShape], "SchedulerHalf"], Session | 
 
 
 class SchedulerHalf:
-    """Every hook of the scheduler's side. The engine's scheduler thread only."""
+    """Every hook of the scheduler's side."""
 
     def __init__(
-        self, page_tokens: int, open_session: OpenSession, scope_of: Callable[[EngineRequest, str], bytes | Bypass]
+        self,
+        page_tokens: int,
+        open_session: OpenSession,
+        scope_of: Callable[[EngineRequest, str], bytes | Bypass],
+        watch_idle: Callable[[int, Callable[[], bool]], IdleWatch] = ThreadedWatch,
     ) -> None:
         """`scope_of(request, salt)`: what the request's pages are shared in, or why there is nothing that is safe."""
         self._page_tokens = page_tokens
         self._open_session = open_session
         self._scope_of = scope_of
+        self._watch_idle = watch_idle
         self._salt = ""
         self._session: Session | None = None
         self._core: SchedulerCore | None = None
@@ -74,6 +82,8 @@ class SchedulerHalf:
         self._pool: BlockPool | None = None
         self._stranded: list[LoadOp] = []
         self._num_stranded = 0
+        self._lock = threading.RLock()
+        self._watch: IdleWatch | None = None
 
     # ---- start and end
 
@@ -89,9 +99,12 @@ class SchedulerHalf:
         if self._session is not None:
             self._core = self._session.core
             self._deltas = Deltas(self._core.metrics())
+            self._watch = self._watch_idle(self._core.fileno(), self._take_in)
 
     def shutdown(self) -> None:
         """Write out what waits, then end the session. Idempotent."""
+        if self._watch is not None:
+            self._watch.close()
         session, self._session, self._core = self._session, None, None
         if session is None:
             return
@@ -210,17 +223,23 @@ class SchedulerHalf:
         core.renew(lambda request: self._scope_of(request, self._salt))
         return True
 
+    def _take_in(self) -> bool:
+        """On the idle watch's thread. False: there is nothing to watch any more."""
+        self._ask(lambda core: core.poll(), None)
+        return self._core is not None
+
     def _ask(self, call: Callable[[SchedulerCore], T], otherwise: T) -> T:
-        core = self._core
-        if core is None:
-            return otherwise
-        try:
-            return call(core)
-        except Exception:
-            log.exception("the cache of this engine failed and is off from now on; the engine goes on without it")
-            self._core = None
-            self._stranded.extend(core.begun_loads())
-            return otherwise
+        with self._lock:
+            core = self._core
+            if core is None:
+                return otherwise
+            try:
+                return call(core)
+            except Exception:
+                log.exception("the cache of this engine failed and is off from now on; the engine goes on without it")
+                self._core = None
+                self._stranded.extend(core.begun_loads())
+                return otherwise
 
     def _strand(self, request_id: str, blocks: Sequence[int], first_page: int, num_pages: int) -> None:
         """A load that was promised and cannot be made: the workers say that it failed, and the engine computes."""

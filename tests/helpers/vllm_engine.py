@@ -23,6 +23,7 @@ from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import Bypass
 from engine_plugin.hicache.base import CloseReason
 from engine_plugin.hicache.config import CacheConfig, CacheMode
+from engine_plugin.vllm.idle import NoWatch
 from engine_plugin.vllm.metadata import LoadOp, OpResult, RegionAddress, StepResults, StoreOp
 from engine_plugin.vllm.scheduler_core import CoreSettings, SchedulerCore
 from engine_plugin.vllm.scheduler_half import SchedulerHalf, Session
@@ -196,7 +197,18 @@ class Worker:
 class Engine:
     """Scheduler, workers and node of one engine. `auto`: copies end in the step that begins them."""
 
-    def __init__(self, *, num_blocks=64, backend=None, node=None, auto=True, wants_news=False, client=None, **changes):
+    def __init__(
+        self,
+        *,
+        num_blocks=64,
+        backend=None,
+        node=None,
+        auto=True,
+        wants_news=False,
+        client=None,
+        watch_idle=NoWatch,
+        **changes,
+    ):
         self.clock = ManualClock()
         tiers = [] if backend is None else [Tier("storage", backend)]
         self.owns_node = node is None
@@ -207,7 +219,7 @@ class Engine:
         self.pool = Pool(num_blocks)
         self.num_blocks = num_blocks
         self.auto = auto
-        self.half = SchedulerHalf(PAGE, self._open_session, self._scope_of)
+        self.half = SchedulerHalf(PAGE, self._open_session, self._scope_of, watch_idle)
         self.half.bind(self.pool)
         self.workers: list[Worker] = []
         self.half.start({})
