@@ -32,7 +32,7 @@ from cachesvc.client.base import Attachment, CacheClient
 from cachesvc.clock import Clock
 from cachesvc.metrics import Registry
 from cachesvc.node.events import Event, LookupDone, OpEnded, PagesRead, PagesStored
-from cachesvc.outcomes import AskAgain, Bypass
+from cachesvc.outcomes import AskAgain, Bypass, PageDrop
 from engine_plugin.hicache.backup import Backup
 from engine_plugin.hicache.base import CloseReason
 from engine_plugin.hicache.config import CacheConfig
@@ -216,6 +216,9 @@ class SchedulerCore:
         if tracked is None:
             return
         self.counts.closed.inc(1, reason)
+        if not tracked.may_store:
+            num_whole = min(tracked.request.num_computed_tokens // self._page_tokens, len(tracked.request.block_hashes))
+            self.counts.dropped_pages.inc(max(0, num_whole - tracked.num_offered), PageDrop.NO_FRAMES)
         self._loads.drop(tracked)
         if tracked.lookup is not None:
             self._prefetch.close(tracked.lookup)
@@ -315,7 +318,7 @@ class SchedulerCore:
                 case Bypass():
                     del self._tracked[tracked.request.request_id]
                 case scope:
-                    tracked.scope, tracked.may_store = scope, False
+                    tracked.scope, tracked.num_offered = scope, EVERY_PAGE
         self._backup.forget_waiting()
         with contextlib.suppress(Busy):
             self._frames.release(self._tree.clear().frames)
