@@ -34,6 +34,7 @@ from cachesvc.identity import Identity
 from cachesvc.node.events import Event, OpEnded
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
+from cachesvc.outcomes import OpEnd
 
 SMALL = Identity(
     model_id="bench",
@@ -64,8 +65,13 @@ Keys = NDArray[np.uint8]
 
 
 def known_keys(count: int = NUM_KNOWN) -> Keys:
-    """Pages that the node of these processes has."""
-    return np.random.default_rng(1).integers(0, 256, (count, 32), dtype=np.uint8)
+    """Small pages that the node of these processes has."""
+    return np.random.default_rng(1001).integers(0, 256, (count, 32), dtype=np.uint8)
+
+
+def copied_keys() -> Keys:
+    """Large ones; the key of a page says its size too."""
+    return np.random.default_rng(1002).integers(0, 256, (NUM_COPIED, 32), dtype=np.uint8)
 
 
 def fill(region: Region, keys: Keys) -> NDArray[np.int32]:
@@ -79,14 +85,15 @@ def fill(region: Region, keys: Keys) -> NDArray[np.int32]:
 
 
 def node(path: Path) -> None:
-    """Has `known_keys` in small frames, the first of them in large ones, and memory for `bench.managed`."""
+    """Has `known_keys` in small frames, `copied_keys` in large ones, and memory for `bench.managed`."""
     with (
         Node(options=NodeOptions(managed_bytes=MANAGED_BYTES)) as served,
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
-        for identity, group, count in ((SMALL, "small", NUM_KNOWN), (LARGE, "large", NUM_COPIED)):
-            session = served.attach(AttachRequest(identity, group, count, identity.page_bytes()))
-            served.publish(session, fill(session.region, known_keys(count)))
+        for identity, keys in ((SMALL, known_keys()), (LARGE, copied_keys())):
+            request = AttachRequest(identity, f"{identity.page_bytes()} bytes", len(keys), identity.page_bytes())
+            session = served.attach(request)
+            served.publish(session, fill(session.region, keys))
         runner.run(_serve(served, path))
 
 
@@ -157,7 +164,7 @@ def copy(path: Path) -> None:
     """Orders: `seconds`. Answers bytes and seconds."""
     client = ChannelClient(dial_socket(path), PATIENT)
     client.attach(AttachRequest(LARGE, "copier", NUM_COPIED, LARGE.page_bytes()))
-    keys, frames = known_keys(NUM_COPIED), np.arange(NUM_COPIED, dtype=np.int32)
+    keys, frames = copied_keys(), np.arange(NUM_COPIED, dtype=np.int32)
     for order in orders():
         started, num_bytes = time.perf_counter(), 0
         while time.perf_counter() - started < order["seconds"]:
@@ -172,10 +179,12 @@ def copy(path: Path) -> None:
 
 
 def has_ended(events: list[Event]) -> bool:
-    """The one op is over."""
+    """The one op is over, every page copied."""
     for event in events:
         match event:
-            case OpEnded():
+            case OpEnded(_, reason):
+                if reason is not OpEnd.COMPLETED:
+                    raise AssertionError(f"the op ended with {reason}")
                 return True
     return False
 

@@ -145,15 +145,19 @@ class ChannelClient(CacheClient):
             self._decline(Verb.LOOKUP, reason)
             return Lookup(0)
         op, keys = next(self._ids), keys[: self._max_keys]
-        asked = channel_pb2.Lookup(op=op, keys=codec.keys_bytes(keys))
-        self._ledger.look(op, len(keys))
-        answer = self._call(channel_pb2.ToNode(lookup=asked), self._options.call_timeout_s, op)
-        if answer is None:
+        assert self._talk is not None, "it could be asked"
+        try:
+            found = self._talk.look_up(op, keys, self._options.call_timeout_s)
+        except LinkBroken as error:
+            self._ledger.forget(op)  # nobody has been told of it
+            self._break(error)
+            return Lookup(0)
+        self._asked(found is not None)
+        if found is None:
             self._ledger.unwanted(op)
             self.cancel(op)
             return Lookup(0)
-        found = answer.lookup
-        return Lookup(min(found.num_pages, len(keys)), op if found.is_pending else None)
+        return found
 
     def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         self._enter()
@@ -332,22 +336,26 @@ class ChannelClient(CacheClient):
         except LinkBroken as error:
             self._break(error)
 
-    def _call(self, message: channel_pb2.ToNode, timeout_s: float, op: int = 0) -> channel_pb2.ToClient | None:
+    def _call(self, message: channel_pb2.ToNode, timeout_s: float) -> channel_pb2.ToClient | None:
         """None: no answer, for whatever reason."""
-        if self._why_unheard() is not None or self._talk is None or self._link is None:
+        if self._why_unheard() is not None or self._talk is None:
             return None
         try:
-            answer = self._talk.call(message, timeout_s, op)
-            self._watch.update(self._link)
+            answer = self._talk.call(message, timeout_s)
         except LinkBroken as error:
-            self._ledger.forget(op)  # nobody has been told of it
             self._break(error)
             return None
-        if answer is None and self._talk.is_silent:
+        self._asked(answer is not None)
+        return answer
+
+    def _asked(self, is_answered: bool) -> None:
+        """After a call, on a connection that holds."""
+        assert self._talk is not None and self._link is not None, "there was a connection"
+        self._watch.update(self._link)
+        if not is_answered and self._talk.is_silent:
             self._counters.timeouts.inc()
         if self._ledger.has_events:
             self._watch.raise_flag()
-        return answer
 
     def _publish(self, frames: I32) -> bool:
         """False: not all of it could be sent."""

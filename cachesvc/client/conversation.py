@@ -6,6 +6,11 @@ import itertools
 import logging
 import time
 
+import numpy as np
+from cachekernels.wires import Wire
+from numpy.typing import NDArray
+
+from cachesvc.client.base import Lookup
 from cachesvc.client.ledger import Ledger
 from cachesvc.client.link import Link, LinkBroken
 from cachesvc.metrics import Counter
@@ -42,20 +47,38 @@ class Conversation:
         """Says something that has no answer. False, nothing said: too much waits to be sent."""
         return self._link.post(to_frame(message))
 
-    def call(self, message: channel_pb2.ToNode, timeout_s: float, op: int = 0) -> channel_pb2.ToClient | None:
+    def call(self, message: channel_pb2.ToNode, timeout_s: float) -> channel_pb2.ToClient | None:
         """Asks and waits for the answer. None: it did not come in time (the node is silent from now on), or the
-        question could not be sent. `op`: what the answer may begin."""
+        question could not be sent."""
         call = message.call = next(self._calls)
         if not self.post(message):
             return None
+        return self._wait(call, time.monotonic() + timeout_s)
+
+    def look_up(self, op: int, keys: NDArray[np.uint8], timeout_s: float) -> Lookup | None:
+        """The same for a lookup of `keys` [n, 32], which is told apart from all else natively: an answer by which no
+        op begins, and before which nothing was said, leaves no trace here."""
         deadline_s = time.monotonic() + timeout_s
+        call = next(self._calls)
+        num_pages = self._link.look_up(call, op, keys, timeout_s)
+        if num_pages >= 0:
+            return Lookup(min(num_pages, len(keys)))
+        if num_pages == Wire.UNASKED:
+            return None
+        self._ledger.look(op, len(keys))
+        answer = self._wait(call, deadline_s, op)
+        if answer is None:
+            return None
+        return Lookup(min(answer.lookup.num_pages, len(keys)), op if answer.lookup.is_pending else None)
+
+    def _wait(self, call: int, deadline_s: float, op: int = 0) -> channel_pb2.ToClient | None:
         self._owed_call, self._owed_op, self._answer = call, op, None
         while self._owed_call == call:
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 return None
-            self._link.wait(remaining_s)
-            self._hear()
+            if not self._hear():
+                self._link.wait(remaining_s)
         return self._answer
 
     def listen(self) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from cachekernels.wires import Exchange
+
 from cachesvc.client.base import SessionClosed
 from cachesvc.daemon.connection import Connection
 from cachesvc.daemon.desk import ChannelCounters, ChannelOptions, Desk
@@ -78,7 +80,9 @@ class ChannelDoor:
             self._node.options.resume_wait_s,
             ThreadPoolExecutor(options.attach_threads, "cachesvc-attach"),
             ThreadPoolExecutor(options.aside_threads, "cachesvc-aside"),
+            Exchange(options.slice_keys),
         )
+        self._desk.loop.add_reader(self._desk.exchange.fileno(), self._desk.serve)
         if self.path is not None:
             self._begin_to_listen(self.path)
 
@@ -132,7 +136,7 @@ class ChannelDoor:
             handshake.give_up()
         if handshakes:
             await asyncio.wait([handshake.task for handshake in handshakes], timeout=grace_s)
-        connections = list(desk.connections)
+        connections = list(desk.connections.values())
         for connection in connections:
             connection.stop_listening()
         await asyncio.gather(*(self._drain(connection, deadline_s) for connection in connections))
@@ -146,6 +150,8 @@ class ChannelDoor:
             logger.error("%d sessions have ops that still run, or do not read; their sockets stay open", len(left))
             self._kept_open += [connection.abandon() for connection in left]
             await asyncio.wait([connection.closed for connection in left])
+        desk.loop.remove_reader(desk.exchange.fileno())
+        desk.exchange.close()
         desk.attaches.shutdown(wait=False, cancel_futures=True)
         desk.asides.shutdown(wait=False, cancel_futures=True)
         return len(left)

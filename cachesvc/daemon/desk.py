@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cachekernels.wires import Exchange
+
 from cachesvc.daemon.port import SessionOpener
 from cachesvc.node.node import Node
 from cachesvc.outcomes import AttachResult, Reject
@@ -67,6 +69,7 @@ class ChannelCounters:
     def __init__(self, node: Node) -> None:
         counter = node.registry.counter
         self.attaches = node.counters.attaches
+        self.lookup_pages = node.counters.lookup_pages
         self.rejected = counter(
             "cachesvc_channel_rejected_total", "Messages not obeyed", reason=[str(reason) for reason in Reject]
         )
@@ -77,7 +80,8 @@ class ChannelCounters:
 
 @dataclass
 class Desk:
-    """`connections` and `handshakes` are those open now; only the loop's thread looks at them."""
+    """`connections`, by their number in `exchange`, and `handshakes` are those open now; only the loop's thread looks
+    at them."""
 
     loop: asyncio.AbstractEventLoop
     options: ChannelOptions
@@ -87,6 +91,20 @@ class Desk:
     busy_wait_s: float  # how long an attach waits for somebody else who has its region
     attaches: ThreadPoolExecutor
     asides: ThreadPoolExecutor
+    exchange: Exchange
     refusals: RefusalLog = field(default_factory=RefusalLog)
-    connections: set[Connection] = field(default_factory=set)
+    connections: dict[int, Connection] = field(default_factory=dict)
     handshakes: set[Handshake] = field(default_factory=set)
+
+    def serve(self) -> None:
+        """Some wire has something to say, or may be written to."""
+        numbers = self.exchange.serve()
+        self.count_answered()
+        for number in numbers:
+            self.connections[number].attend()
+
+    def count_answered(self) -> None:
+        """Lookups that the exchange has answered by itself."""
+        num_pages = self.exchange.take_num_pages()
+        if num_pages:
+            self.counters.lookup_pages.inc(num_pages, "region")

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from cachekernels.region import Region, RegionInvalid
+from cachekernels.wires import LookupShortcut
 from google.protobuf.message import Message
 
 from cachesvc.client.base import Declined
@@ -88,7 +89,6 @@ class EngineHandler(SessionHandler):
         self._slice_keys = slice_keys
         self._node_ops: dict[int, int] = {}  # by the client's number
         self._client_ops: dict[int, int] = {}  # by the node's
-        self._last_op = 0
         self._op = 0  # of the message in hand
         # Of our own: the node may close its own while the loop still watches it.
         self._events_fd = os.dup(session.events.fileno())
@@ -103,6 +103,9 @@ class EngineHandler(SessionHandler):
             "counters": self._counters,
             "ping": self._ping,
         }
+
+    def shortcut(self) -> LookupShortcut | None:
+        return self._session.shortcut
 
     def handle(self, data: bytes, port: Port) -> None:
         message = channel_pb2.ToNode()
@@ -219,9 +222,10 @@ class EngineHandler(SessionHandler):
     # ---- ops
 
     def _new_op(self, op: int) -> int:
-        if op <= self._last_op:
-            raise BadMessage(Reject.BAD_OP, f"op {op} is not above {self._last_op}, the last one")
-        self._op = self._last_op = op
+        shortcut = self._session.shortcut
+        if not shortcut.take_op(op):
+            raise BadMessage(Reject.BAD_OP, f"op {op} is not above {shortcut.last_op}, the last one")
+        self._op = op
         return op
 
     def _accepted(self, op: int, answer: int | Declined, port: Port) -> None:

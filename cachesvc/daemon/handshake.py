@@ -1,10 +1,10 @@
 """From an accepted socket to a session: the hello, the descriptors, the Welcome.
 
-DESIGN. Descriptors travel as SCM_RIGHTS, which event-loop transports drop without a word; so everything up to the
-Welcome happens on the raw, non-blocking socket, and the transport is made afterwards. No byte beyond the hello is read
-here. A client that stops in the middle costs one task until its time is over, and no thread; only opening a session,
-which clears memory, takes one of a bounded number of threads. An attach that has to wait for somebody else (ops that
-still run on its region, a lock) waits in its task and asks again: the threads are for those who can get on.
+DESIGN. Descriptors travel as SCM_RIGHTS, which only the raw socket gives; so everything up to the Welcome happens on
+it, without blocking, and the connection's wire is made afterwards. No byte beyond the hello is read here. A client that
+stops in the middle costs one task until its time is over, and no thread; only opening a session, which clears memory,
+takes one of a bounded number of threads. An attach that has to wait for somebody else (ops that still run on its
+region, a lock) waits in its task and asks again: the threads are for those who can get on.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Handshake:
             self._refuse(AttachResult.REFUSED_MALFORMED, "the hello did not come in time")
         except (BadMessage, FrameTooLong) as error:
             self._refuse(AttachResult.REFUSED_MALFORMED, str(error))
-        await self._hand_over(opened)
+        self._hand_over(opened)
 
     async def _hello(self) -> channel_pb2.Hello:
         reader = FrameReader(self._desk.options.max_hello_bytes)
@@ -164,7 +164,7 @@ class Handshake:
                 _discard(opening.result())
             raise
 
-    async def _hand_over(self, opened: Opened) -> None:
+    def _hand_over(self, opened: Opened) -> None:
         try:
             self._send(channel_pb2.HelloReply(welcome=opened.welcome), opened.fds)
         except OSError:
@@ -174,8 +174,8 @@ class Handshake:
             for fd in opened.fds:
                 os.close(fd)
         self._is_handed_over = True
-        connection = Connection(self._desk, opened.handler, self._peer)
-        await self._desk.loop.connect_accepted_socket(lambda: connection, self._sock)
+        self._desk.handshakes.discard(self)  # one client is not to count twice
+        Connection(self._desk, opened.handler, self._sock, self._peer)
 
     def _who_is_there(self) -> channel_pb2.Welcome:
         return channel_pb2.Welcome(boot_id=self._desk.boot_id, versions=codec.versions(), pid=os.getpid())

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cachekernels.wires import LookupShortcut
 from google.protobuf.message import Message
 
 from cachesvc.outcomes import Reject
@@ -43,6 +44,10 @@ class Port(ABC):
 
 class SessionHandler(ABC):
     """One session of one client, from its Welcome on. It ends with one of `detach` and `lost`."""
+
+    @abstractmethod
+    def shortcut(self) -> LookupShortcut | None:
+        """What may answer lookups before they come to `handle`, as `handle` would; None: there is no such thing."""
 
     @abstractmethod
     def handle(self, data: bytes, port: Port) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from cachekernels.wires import LookupShortcut
 from google.protobuf.message import Message
 
 from cachesvc.daemon.port import Opened, Port, SessionHandler, SessionOpener
@@ -60,6 +61,9 @@ class StoreHandler(SessionHandler):
             "clear": self._clear,
             "leave": self._leave,
         }
+
+    def shortcut(self) -> LookupShortcut | None:
+        return None
 
     def handle(self, data: bytes, port: Port) -> None:
         message = managed_pb2.ToStore()

@@ -12,6 +12,7 @@ import threading
 import numpy as np
 from cachekernels.index import Locations, PageIndex
 from cachekernels.region import Region, RegionClosed, copy_frames
+from cachekernels.wires import LookupShortcut
 from numpy.typing import NDArray
 
 from cachesvc.node.flights import leading
@@ -53,6 +54,10 @@ class SharedPages:
     def held(self, keys: Keys, *, exclude_slot: int = NO_SLOT) -> Bools:
         """bool[n]: which pages are in frames, not counting those of `exclude_slot`."""
         return self._index.lookup(keys, exclude_slot=exclude_slot).slots >= 0
+
+    def shortcut(self, slot: int) -> LookupShortcut:
+        """A new one: for lookups of pages that are in frames of others than `slot`."""
+        return LookupShortcut(self._index, slot)
 
     def find(self, slot: int, keys: Keys) -> tuple[I32, U64]:
         """Where each of `keys` [n] is in the region of `slot`: frames [n], -1 where the first place is not in it, and

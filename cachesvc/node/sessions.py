@@ -157,6 +157,9 @@ class Session(FrameSession):
         self.request = request
         self.warning = warning
         self.has_pages = grant.has_pages
+        self.shortcut = parts.pages.shortcut(grant.slot)
+        if warning:
+            self.shortcut.stop()
         self.peer = peer
         self.was_held = False  # the engine's lock has been seen
         self.is_lost = False
@@ -175,11 +178,17 @@ class Session(FrameSession):
 
     def lose(self) -> None:
         """The connection broke. Ops are given up; nothing is known about the engine, so the region stays its."""
+        self.shortcut.stop()
         self.is_lost = self.is_draining = True
         self.give_up_all(OpEnd.LOST)
 
+    def end(self, reason: OpEnd) -> None:
+        self.shortcut.stop()
+        super().end(reason)
+
     def hand_over(self) -> None:
         """The session, idle, ends here and now; its region goes on with another one."""
+        self.shortcut.stop()
         self.is_detached = True
         self.release()
 

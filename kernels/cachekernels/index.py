@@ -30,18 +30,18 @@ class PageIndex:
     """Page key -> up to four places (slot of a region, frame); the first valid one is found."""
 
     def __init__(self) -> None:
-        self._core = _core.PageIndex()
+        self.core = _core.PageIndex()
 
     def add_region(self, region: Region) -> int:
         """Makes room for the region's frames (none is filed yet) and returns its slot.
 
         The region stays mapped until remove_region, even if it is closed. Raises RegionClosed.
         """
-        return self._core.add_region(region.core)
+        return self.core.add_region(region.core)
 
     def remove_region(self, slot: int) -> int:
         """Forgets a region at once; returns how many of its frames were filed. Raises IndexError for an unused slot."""
-        return self._core.remove_region(slot)
+        return self.core.remove_region(slot)
 
     def publish(self, slot: int, frames: I32) -> int:
         """Files frames under the keys their records show now and takes unreadable ones out; blocks lookups ~20 µs.
@@ -49,22 +49,22 @@ class PageIndex:
         Returns how many of them are filed now: a fifth valid place of one key is not. Raises IndexError for an unused
         slot or a frame the region does not have.
         """
-        return self._core.publish(slot, frames)
+        return self.core.publish(slot, frames)
 
     def lookup(self, keys: Keys, *, exclude_slot: int = -1) -> Locations:
         """Where each key is, keys [n, 32]; places in `exclude_slot` (the asker's own region) do not count."""
-        return Locations(*self._core.lookup(keys, exclude_slot))
+        return Locations(*self.core.lookup(keys, exclude_slot))
 
     @property
     def num_keys(self) -> int:
         """Keys with a place, stale ones and those of removed regions that are not swept yet included."""
-        return self._core.num_keys
+        return self.core.num_keys
 
     @property
     def memory_bytes(self) -> int:
         """All memory of the index."""
-        return self._core.memory_bytes
+        return self.core.memory_bytes
 
     def check(self) -> None:
         """Raises AssertionError naming the first broken invariant; for tests and idle moments, not for the hot path."""
-        self._core.check()
+        self.core.check()

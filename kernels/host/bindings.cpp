@@ -16,4 +16,5 @@ NB_MODULE(_core, m) {
     bind_file_io(m);
     bind_spoiled_memory(m);
     bind_row_math(m);
+    bind_exchange(m);
 }

@@ -14,4 +14,5 @@ void bind_object_index(nanobind::module_& m);
 void bind_file_io(nanobind::module_& m);
 void bind_spoiled_memory(nanobind::module_& m);
 void bind_row_math(nanobind::module_& m);
+void bind_exchange(nanobind::module_& m);
 }  // namespace cachesvc

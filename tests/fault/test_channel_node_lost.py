@@ -338,7 +338,7 @@ def test_the_death_of_an_engine_is_seen_although_its_forked_child_lives(kind):
             child = int(engine.stdout.readline())
             try:
                 assert node.registry.snapshot()["cachesvc_channel_connections"] == 1
-                (connection,) = door.door._desk.connections
+                (connection,) = door.door._desk.connections.values()
                 engine.kill()
                 engine.wait()
 

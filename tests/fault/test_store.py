@@ -266,7 +266,7 @@ def test_what_a_stopped_client_may_still_write_is_not_used_until_it_is_dead(node
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     slab = node.managed.slabs()[0]
     session = next(iter(node.managed._sessions.values()))
-    door.loop.call_soon_threadsafe(lambda: [c._transport.abort() for c in door.door._desk.connections])
+    door.loop.call_soon_threadsafe(lambda: [c.abort() for c in list(door.door._desk.connections.values())])
     until(door, lambda: not node.managed.num_sessions())
     assert session.is_ended
     node.tick()

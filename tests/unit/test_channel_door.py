@@ -1,5 +1,6 @@
 """The node's end of the local channel: hello, verbs, declines, order, and an orderly end."""
 
+import contextlib
 import errno
 import os
 import socket
@@ -97,6 +98,26 @@ def test_a_flood_of_refusals_is_a_line_a_second(caplog):
         "refused y: refused_memory: need and have",
         "refused x: refused_busy: busy (and 4 more since the last such line)",
     ]
+
+
+@contextlib.contextmanager
+def owning(door):
+    """Another engine, whose pages are `KEYS`."""
+    with RawClient(door.path, "owner") as owner:
+        fill(owner.region, KEYS, FRAMES)
+        owner.send(channel_pb2.ToNode(publish=channel_pb2.Publish(frames=codec.frames_bytes(FRAMES))))
+        owner.ping()
+        yield
+
+
+@pytest.fixture
+def owner(door):
+    with owning(door):
+        yield
+
+
+def lookup(call, op, keys=KEYS):
+    return channel_pb2.ToNode(call=call, lookup=channel_pb2.Lookup(op=op, keys=keys.tobytes()))
 
 
 def test_the_socket_is_the_owners_alone(door):
@@ -226,6 +247,20 @@ def test_stopping_stores_what_was_given_and_says_goodbye(node):
     client.__exit__()
 
 
+def test_a_connection_that_is_to_end_is_not_read_any_more(door):
+    with owning(door), RawClient(door.path) as client:
+
+        async def stop_listening():
+            for connection in door.door._desk.connections.values():
+                connection.stop_listening()
+
+        client.ping()
+        door.call(stop_listening())
+        client.send(lookup(1, 1))
+        door.turn()
+        assert not readable(client.sock)
+
+
 def test_a_session_whose_op_cannot_end_keeps_its_socket_when_the_channel_stops():
     with Node(manual=True, options=NodeOptions(slice_pages=4)) as node:
         door = RunningDoor(node)
@@ -254,9 +289,14 @@ def test_a_long_lookup_runs_beside_the_loop_and_keeps_the_order_of_its_session(n
 
     monkeypatch.setattr(node, "lookup", slow)
     options = ChannelOptions(slice_keys=4)
-    with RunningDoor(node, options=options) as door, RawClient(door.path, "a") as asker, RawClient(door.path) as other:
-        asker.send(channel_pb2.ToNode(call=1, lookup=channel_pb2.Lookup(op=1, keys=KEYS.tobytes())))
-        asker.send(channel_pb2.ToNode(call=2, ping=channel_pb2.Ping()))
+    with (
+        RunningDoor(node, options=options) as door,
+        owning(door),
+        RawClient(door.path, "a") as asker,
+        RawClient(door.path) as other,
+    ):
+        asker.send(lookup(1, 1))
+        asker.send(lookup(2, 2, KEYS[:4]))
         assert reached.wait(HANG_S)
         other.ping()
         assert not readable(asker.sock)
@@ -279,11 +319,8 @@ def test_the_loop_takes_turns_between_sessions(door, node, monkeypatch):
     with RawClient(door.path, "many") as many, RawClient(door.path, "few") as few:
 
         async def arrive():
-            by_group = {
-                connection.handler._session.request.group: connection for connection in door.door._desk.connections
-            }
-            by_group["many"].data_received(publish * 100)
-            by_group["few"].data_received(publish)
+            many.send(publish * 100)  # the loop is here, and looks at both afterwards
+            few.send(publish)
 
         door.call(arrive())
         many.ping()
@@ -292,11 +329,47 @@ def test_the_loop_takes_turns_between_sessions(door, node, monkeypatch):
     assert len(obeyed) == 101
 
 
-def test_a_session_that_the_node_has_ended_is_closed(node, door):
+@pytest.mark.usefixtures("owner")
+def test_lookups_that_need_no_thought_keep_their_place_among_the_others(node, door, monkeypatch):
+    def unasked(*_):
+        raise AssertionError("the node was asked")
+
     with RawClient(door.path) as client:
-        node.detach(next(iter(node._roster)))
-        client.send(channel_pb2.ToNode(call=1, lookup=channel_pb2.Lookup(op=1, keys=KEYS.tobytes())))
+        monkeypatch.setattr(node, "lookup", unasked)
+        ping = channel_pb2.ToNode(ping=channel_pb2.Ping())
+        sent = []
+        for call in range(1, 100):
+            ping.call = call
+            sent.append(to_frame(ping if call % 3 == 0 else lookup(call, call)))
+        client.send(b"".join(sent))
+        assert [client.receive().call for _ in range(1, 100)] == list(range(1, 100))
+        client.send(lookup(100, 98))
+        assert client.receive().error.reason == "bad_op"
+        values = client.call(counters={}).counters.values
+        assert values['cachesvc_lookup_pages_total{answer="region"}'] == 66 * len(KEYS)
+
+
+@pytest.mark.usefixtures("owner")
+@pytest.mark.parametrize("keys", [KEYS, chain(3, 8)], ids=["there", "not there"])
+def test_a_session_that_the_node_has_ended_is_closed(node, door, keys):
+    with RawClient(door.path) as client:
+        node.detach(next(session for session in node._roster if session.request.group == "raw"))
+        client.send(lookup(1, 1, keys))
         assert client.is_closed()
+
+
+@pytest.mark.usefixtures("owner")
+def test_pages_are_not_looked_up_for_a_session_without_a_cache(door):
+    hello = attach_hello()
+    hello.attach.identity.pools.append("mamba")
+    greeted = greet(connected(door.path), hello, (), HANG_S)
+    greeted.close_fds()
+    with greeted.sock as sock:
+        assert not greeted.welcome.enabled
+        sock.sendall(to_frame(lookup(1, 1)))
+        message = channel_pb2.ToClient()
+        codec.parse(message, sock.recv(1 << 16)[4:])
+        assert message.lookup.num_pages == 0
 
 
 def test_a_bug_in_a_verb_ends_its_session_only_and_is_counted(node, door, monkeypatch, caplog):

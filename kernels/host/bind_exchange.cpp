@@ -1,0 +1,81 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "arrays.hpp"
+#include "bindings.hpp"
+#include "exchange.hpp"
+
+namespace nb = nanobind;
+
+namespace cachesvc {
+namespace {
+
+std::span<const uint8_t> span_of(const nb::bytes& bytes) {
+    return {static_cast<const uint8_t*>(bytes.data()), bytes.size()};
+}
+
+nb::object bytes_of(std::optional<std::span<const uint8_t>> message) {
+    if (!message) return nb::none();
+    return nb::bytes(message->data(), message->size());
+}
+
+nb::object next_of_wire(Wire& wire) {
+    nb::object message = bytes_of(wire.front());
+    if (!message.is_none()) wire.pop();
+    return message;
+}
+
+int64_t look_up_py(Wire& wire, uint64_t call, uint64_t op, const Input<uint8_t>& keys,
+                   double timeout_s) {
+    const auto rows = input_rows(keys, "keys", any_length, key_bytes);
+    nb::gil_scoped_release released;
+    return wire.look_up(call, op, {rows.data, rows.num_rows * key_bytes}, timeout_s);
+}
+
+std::vector<int64_t> serve_py(Exchange& exchange) {
+    nb::gil_scoped_release released;
+    return exchange.serve();
+}
+
+nb::object next_of_exchange(Exchange& exchange, int64_t number) {
+    const auto message = exchange.next(number);
+    return message ? bytes_of(std::span<const uint8_t>(*message)) : nb::none();
+}
+
+}  // namespace
+
+void bind_exchange(nb::module_& m) {
+    nb::class_<Wire>(m, "Wire")
+        .def_ro_static("UNANSWERED", &Wire::unanswered)
+        .def_ro_static("UNASKED", &Wire::unasked)
+        .def(nb::init<int, size_t, size_t>(), nb::arg("fd"), nb::arg("max_message_bytes"), nb::arg("high_water_bytes"))
+        .def_prop_ro("is_over", &Wire::is_over)
+        .def_prop_ro("error", &Wire::error)
+        .def_prop_ro("is_full", &Wire::is_full)
+        .def_prop_ro("num_unsent", &Wire::num_unsent)
+        .def_prop_ro("too_long", &Wire::too_long)
+        .def("receive", &Wire::receive)
+        .def("next", &next_of_wire, nb::sig("def next(self) -> bytes | None"))
+        .def("post", [](Wire& wire, const nb::bytes& frame) { wire.post(span_of(frame)); }, nb::arg("frame"))
+        .def("flush", &Wire::flush)
+        .def("look_up", &look_up_py, nb::arg("call"), nb::arg("op"), nb::arg("keys"), nb::arg("timeout_s"));
+    nb::class_<LookupShortcut>(m, "LookupShortcut")
+        .def(nb::init<std::shared_ptr<PageIndex>, int>(), nb::arg("index"), nb::arg("slot"))
+        .def("take_op", &LookupShortcut::take_op, nb::arg("op"))
+        .def_prop_ro("last_op", &LookupShortcut::last_op)
+        .def("stop", &LookupShortcut::stop);
+    nb::class_<Exchange>(m, "Exchange")
+        .def(nb::init<size_t>(), nb::arg("max_keys"))
+        .def("fileno", &Exchange::fd)
+        .def("close", &Exchange::close)
+        .def("add", &Exchange::add, nb::arg("wire"), nb::arg("shortcut").none())
+        .def("remove", &Exchange::remove, nb::arg("number"))
+        .def("listen", &Exchange::listen, nb::arg("number"), nb::arg("wanted"))
+        .def("serve", &serve_py)
+        .def("next", &next_of_exchange, nb::arg("number"), nb::sig("def next(self, number: int) -> bytes | None"))
+        .def("settle", &Exchange::settle, nb::arg("number"))
+        .def("take_num_pages", &Exchange::take_num_pages);
+}
+
+}  // namespace cachesvc

@@ -1,0 +1,41 @@
+// The two messages of the local channel that are asked so often that Python would be most of their price: a lookup and
+// its answer (proto/cachesvc/v1/channel.proto), as frames of the stream.
+//
+// Reading accepts the one form in which protobuf writes them, and nothing else: fields in order, each once, numbers below
+// 2^63. What is written otherwise, or wrong, is not refused here; it is another message, for the full parser to judge.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace cachesvc {
+
+constexpr size_t frame_length_bytes = 4;  // u32 little-endian, in front of each message
+
+struct LookupAsked {
+    uint64_t call = 0, op = 0;  // neither is 0
+    std::span<const uint8_t> keys;  // n times 32 bytes, n at least 1; part of the message
+};
+
+struct LookupAnswer {
+    uint64_t call = 0;  // not 0
+    uint32_t num_pages = 0;
+};  // and no op is pending
+
+// False: it is another message.
+bool parse_lookup(std::span<const uint8_t> message, LookupAsked& out);
+bool parse_answer(std::span<const uint8_t> message, LookupAnswer& out);
+
+// Appends a whole frame.
+void write_answer(std::vector<uint8_t>& stream, const LookupAnswer& answer);
+
+// A frame's bytes up to its keys, which follow as they are.
+struct LookupHead {
+    std::array<uint8_t, 64> bytes;
+    size_t size = 0;
+};
+LookupHead write_lookup_head(uint64_t call, uint64_t op, size_t keys_bytes);
+
+}  // namespace cachesvc
