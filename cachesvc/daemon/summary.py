@@ -71,7 +71,7 @@ def connections_that_fit(wanted: int, descriptors: Descriptors) -> tuple[int, st
     """How many connections the file descriptors allow, and a line of the summary. DoesNotFit: not even one."""
     num_fitting = descriptors.room_for(wanted, SESSION, DOORS)
     limit, num_open = descriptors.limit(), descriptors.count_open()
-    numbers = f"have {limit - num_open - DOORS} of {limit} (ulimit -n), reserve {descriptors.reserve}"
+    numbers = f"have {max(0, limit - num_open - DOORS)} of {limit} (ulimit -n), reserve {descriptors.reserve}"
     if num_fitting < 1:
         raise DoesNotFit(
             f"channel.max_connections: file descriptors: need {SESSION} for one, {numbers}; raise ulimit -n"
