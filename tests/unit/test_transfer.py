@@ -15,6 +15,7 @@ from engine_plugin.memory.transfer import (
     Completions,
     Job,
     LoadTicket,
+    RegionPartTransfer,
     RegionTransfer,
     Transfer,
     TransferThread,
@@ -88,6 +89,29 @@ def test_a_frame_that_is_not_what_it_should_be_ends_the_prefix(setup: Setup, how
 def test_a_pool_and_a_region_of_other_page_sizes_do_not_meet(setup: Setup) -> None:
     with pytest.raises(ValueError, match="takes 384 bytes, a frame of the region 4096"):
         RegionTransfer(setup.pool.layout(), setup.pool, Region.create(2, 4096, reserve_bytes=0))
+
+
+def test_a_part_of_a_page_lies_where_it_is_told_to_and_nowhere_else(setup: Setup) -> None:
+    part_bytes = IDENTITY.page_bytes()
+    region = Region.create(2, 3 * part_bytes, reserve_bytes=0)
+    part = RegionPartTransfer(setup.pool.layout(), setup.pool, region, part_bytes)
+    part.copy_out(ints(4), ints(1))
+    frame = region.data()[1, : 3 * part_bytes].reshape(3, LAYERS, 2, -1)
+    assert np.array_equal(frame[1], setup.pool.memory[:, :, 4])
+    assert not frame[0].any() and not frame[2].any() and not region.data()[0].any()
+    region.begin_write(ints(1))
+    region.write_records(ints(1), KEYS[:1], DEPTHS[:1])
+    region.commit(ints(1))
+    generations = region.snapshot(ints(1), KEYS[:1])
+    assert part.load(ints(2), ints(1), generations).tolist() == [True]
+    assert np.array_equal(setup.pool.memory[:, :, 2], setup.pool.memory[:, :, 4])
+    assert part.load(ints(2), ints(1), generations - np.uint64(2)).tolist() == [False]
+
+
+@pytest.mark.parametrize("offset_bytes", [-1, 1])
+def test_a_part_that_does_not_fit_its_frame_is_refused(setup: Setup, offset_bytes: int) -> None:
+    with pytest.raises(ValueError, match=r"bytes of a page, -?1 bytes into a frame, are not within its 384 bytes"):
+        RegionPartTransfer(setup.pool.layout(), setup.pool, setup.region, offset_bytes)
 
 
 def test_a_closed_region_keeps_its_memory_for_a_copy_that_still_runs(setup: Setup) -> None:

@@ -326,10 +326,12 @@ def test_a_request_is_finished_when_all_of_its_loads_are(engine: Engine) -> None
 class TestTensors:
     """What a rank says about itself."""
 
-    def half(self, **kwargs: str) -> WorkerHalf:
-        return WorkerHalf(
-            (0, 0), make_worker=lambda completions, clock: ManualWorker(completions, lambda: 0.0), **kwargs
-        )
+    def half(self, threads: list[ManualWorker], why_off: str) -> WorkerHalf:
+        def make(completions: Completions, clock: object) -> TransferWorker:
+            threads.append(ManualWorker(completions, lambda: 0.0))
+            return threads[-1]
+
+        return WorkerHalf((0, 0), why_off=why_off, make_worker=make)
 
     def test_a_rank_says_what_its_part_is_like(self) -> None:
         shape = Engine().ranks[0].shape
@@ -340,7 +342,8 @@ class TestTensors:
     def test_a_rank_that_can_copy_nothing_says_why_and_fails_every_op(
         self, why: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        half = self.half(why_off="given") if why == "given" else self.half()
+        threads: list[ManualWorker] = []
+        half = self.half(threads, "given" if why == "given" else "")
         tensors = {"a": torch.zeros(SHAPE)}
         if why == "given":
             half.register(tensors, NUM_BLOCKS, "LBHNC", lambda names: "")
@@ -353,9 +356,12 @@ class TestTensors:
         if why != "none registered":
             assert "no cache below the device" in caplog.text
         half.start_loads(StepWork(None, [LoadOp(1, "r", ints(3), ints(0), np.full(1, 2, np.uint64))]))
-        half.shutdown()
+        assert threads[0].run_one()
         assert half.finished_loads() == {"r"}
         assert half.failed_blocks() == {3}
+        results = half.take_results()
+        assert results is not None and results.ended[1].failures == {CopyFailure.CACHE_OFF: 1}
+        half.shutdown()
 
 
 class TestSettling:
@@ -397,6 +403,36 @@ class TestSettling:
         assert [result.failures for result in results.ended.values()] == [{CopyFailure.SETTLED: 1}] * 2
         assert np.array_equal(rank.block(4), before)
         assert np.array_equal(engine.region.data()[0], content)
+
+    @pytest.mark.parametrize("is_away", [False, True])
+    def test_nor_does_what_was_still_waiting_for_the_region(
+        self, is_away: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("engine_plugin.vllm.worker_half.SETTLE_S", 0.0)
+        gate, real = Gate(), engine.fetch
+        engine.is_region_away = is_away
+        monkeypatch.setattr(
+            engine.ranks[0].half._region, "_fetch", lambda address: (gate.pass_through(), real(address))[1]
+        )
+        engine.ranks[0].half.start_stores(engine.store(1, ints(0), ints(0)))
+        content = engine.region.data()[0].copy()
+        thread = threading.Thread(target=engine.ranks[0].run)
+        thread.start()
+        assert gate.arrived.wait(HANG_S)
+        engine.ranks[0].half.settle(StepWork(settle=[1]))
+        gate.opened.set()
+        thread.join(HANG_S)
+        assert engine.poll()[2].ended[1].failures == {CopyFailure.SETTLED: 1}
+        assert np.array_equal(engine.region.data()[0], content)
+
+    def test_what_was_given_up_does_not_even_look_for_the_region(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("engine_plugin.vllm.worker_half.SETTLE_S", 0.0)
+        engine.ranks[0].half.start_stores(engine.store(1, ints(0), ints(0)))
+        engine.ranks[0].half.settle(StepWork(settle=[1]))
+        engine.ranks[0].run()
+        assert engine.fetches == 0
 
     def test_a_store_that_is_running_is_void(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("engine_plugin.vllm.worker_half.SETTLE_S", 0.0)

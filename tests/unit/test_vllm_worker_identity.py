@@ -266,7 +266,7 @@ class TestCheckpoint:
         (tmp_path / "x.gguf").write_bytes(b"GGUF" * 100)
         assert checkpoint_digest(tmp_path / "x.gguf") == checkpoint_digest(tmp_path)
 
-    @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x08\0\0\0\0\0\0\0notjson!"])
+    @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x08\0\0\0\0\0\0\0notjson!", b"\x64\0\0\0\0\0\0\0{}"])
     def test_what_is_not_there_or_not_whole_has_no_name(self, content: bytes, tmp_path: Path) -> None:
         assert checkpoint_digest(tmp_path) is None
         assert checkpoint_digest(tmp_path / "nowhere") is None
