@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc.identity import encode_value
-from engine_plugin.vllm.checkpoint import checkpoint_digest
+from engine_plugin.models.checkpoint import checkpoint_digest
 
 VERSION = "cs1/sglang/1"
 VOLATILE = ("_name_or_path", "name_or_path", "transformers_version")
