@@ -20,8 +20,8 @@ from typing import Any
 
 from cachesvc.config.model import ConfigError
 from cachesvc.identity import DTYPE_BYTES, Identity
-from engine_plugin.vllm.blocks import Rank, distinct_parts, frame_bytes
 from engine_plugin.models.checkpoint import checkpoint_digest
+from engine_plugin.vllm.blocks import Rank, distinct_parts, frame_bytes
 from engine_plugin.vllm.metadata import WorkerShape
 
 HASHES = ("sha256", "sha256_cbor")

@@ -19,8 +19,8 @@ from cachesvc.identity import Identity, scope_digest
 from cachesvc.outcomes import AttachResult, Bypass
 from engine_plugin.hicache.config import CacheConfig
 from engine_plugin.hicache.link import NodeLink, open_link
-from engine_plugin.vllm.blocks import Rank, frame_bytes, frame_offsets
 from engine_plugin.models.checkpoint import AdapterDigests
+from engine_plugin.vllm.blocks import Rank, frame_bytes, frame_offsets
 from engine_plugin.vllm.config import ConnectorConfig, parse_config
 from engine_plugin.vllm.identity import check_block_hash, engine_identity, has_content_hashes, why_unsupported
 from engine_plugin.vllm.metadata import RegionAddress, WorkerShape
