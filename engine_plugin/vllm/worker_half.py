@@ -280,7 +280,9 @@ class WorkerHalf:
         fingerprint: Callable[[Sequence[str]], str],
     ) -> None:
         """The engine's tensors by layer. `fingerprint`: of the layout of the named layers. Tensors that cannot be
-        copied turn this rank off, with a warning, and with it the cache."""
+        copied turn this rank off, with a warning, and with it the cache. Those of a later call take the place of those
+        of an earlier one."""
+        self._region.close()  # what copies with it knows the tensors of before
         try:
             blocks = find_blocks(kv_caches, num_blocks, layout_name)
             self._layout = fingerprint(blocks.layer_names)

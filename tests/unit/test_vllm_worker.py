@@ -462,6 +462,19 @@ class TestSettling:
         assert engine.poll()[2].ended[1].good.all()
 
 
+def test_tensors_that_take_the_place_of_others_are_the_ones_that_are_copied(engine: Engine) -> None:
+    engine.stored(ints(0), ints(0))
+    rank, wanted = engine.ranks[0], engine.ranks[0].block(0).copy()
+    old, rank.tensors = rank.tensors, {name: torch.zeros_like(tensor) for name, tensor in rank.tensors.items()}
+    rank.half.register(rank.tensors, NUM_BLOCKS, "LBHNC", lambda names: "layout")
+    before = {name: tensor.clone() for name, tensor in old.items()}
+    rank.half.start_loads(engine.load(1, ints(3), ints(0)))
+    rank.run()
+    assert engine.poll()[2].ended[1].good.all()
+    assert np.array_equal(rank.block(3), wanted)
+    assert all(torch.equal(old[name], before[name]) for name in old)
+
+
 def test_with_threads_of_its_own_a_step_never_waits_and_the_end_is_in_order() -> None:
     engine = Engine()
     half = WorkerHalf((0, 0), fetch=engine.fetch)
