@@ -20,6 +20,7 @@ write them, even if the scheduler half's process is dead already.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
 import os
@@ -39,7 +40,10 @@ T = TypeVar("T")
 
 ID_BYTES = 16
 EXCHANGE_S = 5.0
-"""How long one side waits for the other."""
+"""How long a rank waits for the scheduler half."""
+HEAR_S = 1.0
+"""How long the scheduler half listens to a rank that says nothing, while others wait; how long it rests when it cannot
+take a connection."""
 RETRY_S = 10.0
 """How long a rank that did not get a region goes on without asking again."""
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -58,30 +62,32 @@ class RegionServer:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._listener.bind(self.socket_path)
         self._listener.listen(128)
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="cachesvc-region", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Ranks that ask from now on are refused. Bounded, idempotent."""
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._thread.join(EXCHANGE_S)
         self._listener.close()
 
     def _serve(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection:
-                try:
+                with connection:
                     self._answer(connection)
-                except (OSError, RegionError) as error:
+            except (OSError, RegionError) as error:
+                if not self._closing.is_set():
                     log.warning("a rank was not given the region: %s", error)
+                    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                        self._closing.wait(HEAR_S)
 
     def _answer(self, connection: socket.socket) -> None:
-        connection.settimeout(EXCHANGE_S)
+        connection.settimeout(HEAR_S)
         _check_peer(connection)
         if not hmac.compare_digest(_receive(connection, ID_BYTES), self._region.region_id):
             raise RegionUnavailable("it asked for another one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -99,11 +100,30 @@ def test_nor_to_another_user(region: Region, server: RegionServer, monkeypatch: 
 def test_a_rank_that_says_nothing_holds_up_no_other_for_long(
     region: Region, server: RegionServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(region_sharing, "EXCHANGE_S", 0.01)
+    monkeypatch.setattr(region_sharing, "HEAR_S", 0.01)
     silent = socket.socket(socket.AF_UNIX)
     silent.connect(server.socket_path)
     assert fetch_region(address_of(server, region), HANG_S).num_frames == 4
     silent.close()
+
+
+def test_a_shortage_of_descriptors_passes(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(region_sharing, "HEAR_S", 0.01)
+    real, tries = socket.socket.accept, []
+
+    def accept(self: socket.socket) -> object:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    server = RegionServer(region)
+    assert fetch_region(address_of(server, region), HANG_S).num_frames == 4
+    server.close()
+    assert "Too many open files" in caplog.text
 
 
 def test_a_server_that_says_nothing_is_waited_for_no_longer_than_allowed() -> None:
