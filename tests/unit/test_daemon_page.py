@@ -60,7 +60,8 @@ def test_the_example_on_the_page_is_valid(tmp_path, monkeypatch):
     for number, block in enumerate(blocks):
         path = tmp_path / f"{number}.toml"
         path.write_text(block)
-        assert "redis" in as_toml(load_config("cachesvc up", ["--config", str(path)]))
+        config = load_config("cachesvc up", ["--config", str(path)])
+        assert as_toml(config).count("[[tier]]") == block.count("[[tier]]") == len(config.tier)
 
 
 def test_every_route_is_there():
