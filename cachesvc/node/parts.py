@@ -32,7 +32,7 @@ class NodeOptions:
     max_demoted_bytes: int = 256 << 20  # of the node: pages that may wait to be written to a tier further down
     managed_bytes: int = 0  # of the node: memory that it manages itself, for all tenants together
     managed_tenant_bytes: int | None = None  # of it, for one tenant; default: all
-    managed_max_keys: int = 1024  # in one call of a client of it: each keeps the doors waiting for a few milliseconds
+    managed_max_keys: int = 2048  # in one call of a client of it: each keeps the doors waiting for about a millisecond
     stuck_after_s: float = 10.0  # a slice that runs longer counts against readiness
     keep_regions_s: float = 0.0  # how long the region of an engine that went waits for its successor; 0: not at all
     resume_wait_s: float = 2.0  # how long an attach waits for ops of the session before it

@@ -172,6 +172,6 @@ class PoolStore:
 
 def keys_of(hashes: Sequence[str]) -> Keys:
     """uint8 [n, 32]. ValueError: a hash is not one of SGLang's."""
-    if any(len(text) != HASH_DIGITS for text in hashes):
+    if not set(map(len, hashes)) <= {HASH_DIGITS}:
         raise ValueError(f"page hashes: expected {HASH_DIGITS} hexadecimal digits each")
     return np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8).reshape(-1, HASH_DIGITS // 2)
