@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,13 @@ class Incompatible(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Method:
     """`owner` ("module:Class") has a method or property `name`; its parameters, `self` and `cls` left out, begin with
-    `parameters`. None: a property, or parameters that do not matter."""
+    `parameters`. None: a property, or parameters that do not matter. `is_whole`: there may be no others, because we
+    take no others where we override it."""
 
     owner: str
     name: str
     parameters: tuple[str, ...] | None = None
+    is_whole: bool = False
 
     def problem(self) -> str | None:
         """What is wrong with it, or None."""
@@ -48,8 +50,8 @@ class Method:
             return f"{self.owner}.{self.name} is missing"
         if self.parameters is None:
             return None
-        names = tuple(name for name in inspect.signature(getattr(owner, self.name)).parameters if name not in SELF)
-        if names[: len(self.parameters)] == self.parameters:
+        names = _named_parameters(getattr(owner, self.name))
+        if (names if self.is_whole else names[: len(self.parameters)]) == self.parameters:
             return None
         return f"{self.owner}.{self.name} takes ({', '.join(names)}), expected ({', '.join(self.parameters)})"
 
@@ -90,43 +92,48 @@ class Function:
 Hook = Method | Fields | Function
 SELF = ("self", "cls")
 
+
+def _override(owner: str, name: str, parameters: tuple[str, ...] | None = None) -> Method:
+    return Method(owner, name, parameters, is_whole=True)
+
+
 OVERRIDDEN: Sequence[Method] = (
-    Method(CONNECTOR, "__init__", ("vllm_config", "role", "kv_cache_config")),
-    Method(CONNECTOR, "requires_kv_delivery"),
+    _override(CONNECTOR, "__init__", ("vllm_config", "role", "kv_cache_config")),
+    _override(CONNECTOR, "requires_kv_delivery"),
     # scheduler's side
-    Method(CONNECTOR, "bind_kv_cache_manager", ("kv_cache_manager",)),
-    Method(CONNECTOR, "bind_gpu_block_pool", ("gpu_block_pool",)),
-    Method(CONNECTOR, "set_xfer_handshake_metadata_pp_aware", ("metadata",)),
-    Method(CONNECTOR, "on_new_request", ("request",)),
-    Method(CONNECTOR, "get_num_new_matched_tokens", ("request", "num_computed_tokens")),
-    Method(CONNECTOR, "update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
-    Method(CONNECTOR, "get_external_cache_hit_sources", ("request", "num_external_tokens")),
-    Method(CONNECTOR, "build_connector_meta", ("scheduler_output",)),
-    Method(CONNECTOR, "update_connector_output", ("connector_output",)),
-    Method(CONNECTOR, "request_finished", ("request", "block_ids")),
-    Method(f"{BASE}:SupportsHMA", "request_finished_all_groups", ("request", "block_ids")),
-    Method(CONNECTOR, "has_pending_push_work", ()),
-    Method(CONNECTOR, "take_events", ()),
-    Method(CONNECTOR, "reset_cache", ()),
-    Method(CONNECTOR, "get_kv_connector_stats", ()),
-    Method(CONNECTOR, "build_kv_connector_stats", ("data",)),
-    Method(
+    _override(CONNECTOR, "bind_kv_cache_manager", ("kv_cache_manager",)),
+    _override(CONNECTOR, "bind_gpu_block_pool", ("gpu_block_pool",)),
+    _override(CONNECTOR, "set_xfer_handshake_metadata_pp_aware", ("metadata",)),
+    _override(CONNECTOR, "on_new_request", ("request",)),
+    _override(CONNECTOR, "get_num_new_matched_tokens", ("request", "num_computed_tokens")),
+    _override(CONNECTOR, "update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
+    _override(CONNECTOR, "get_external_cache_hit_sources", ("request", "num_external_tokens")),
+    _override(CONNECTOR, "build_connector_meta", ("scheduler_output",)),
+    _override(CONNECTOR, "update_connector_output", ("connector_output",)),
+    _override(CONNECTOR, "request_finished", ("request", "block_ids")),
+    _override(f"{BASE}:SupportsHMA", "request_finished_all_groups", ("request", "block_ids")),
+    _override(CONNECTOR, "has_pending_push_work", ()),
+    _override(CONNECTOR, "take_events", ()),
+    _override(CONNECTOR, "reset_cache", ()),
+    _override(CONNECTOR, "get_kv_connector_stats", ()),
+    _override(CONNECTOR, "build_kv_connector_stats", ("data",)),
+    _override(
         CONNECTOR,
         "build_prom_metrics",
         ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     ),
     # worker's side
-    Method(CONNECTOR, "register_kv_caches", ("kv_caches",)),
-    Method(CONNECTOR, "get_handshake_metadata", ()),
-    Method(CONNECTOR, "handle_preemptions", ("kv_connector_metadata",)),
-    Method(CONNECTOR, "start_load_kv", ("forward_context",)),
-    Method(CONNECTOR, "wait_for_layer_load", ("layer_name",)),
-    Method(CONNECTOR, "save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
-    Method(CONNECTOR, "wait_for_save", ()),
-    Method(CONNECTOR, "get_finished", ("finished_req_ids",)),
-    Method(CONNECTOR, "get_block_ids_with_load_errors", ()),
-    Method(CONNECTOR, "build_connector_worker_meta", ()),
-    Method(CONNECTOR, "shutdown", ()),
+    _override(CONNECTOR, "register_kv_caches", ("kv_caches",)),
+    _override(CONNECTOR, "get_handshake_metadata", ()),
+    _override(CONNECTOR, "handle_preemptions", ("kv_connector_metadata",)),
+    _override(CONNECTOR, "start_load_kv", ("forward_context",)),
+    _override(CONNECTOR, "wait_for_layer_load", ("layer_name",)),
+    _override(CONNECTOR, "save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
+    _override(CONNECTOR, "wait_for_save", ()),
+    _override(CONNECTOR, "get_finished", ("finished_req_ids",)),
+    _override(CONNECTOR, "get_block_ids_with_load_errors", ()),
+    _override(CONNECTOR, "build_connector_worker_meta", ()),
+    _override(CONNECTOR, "shutdown", ()),
 )
 """What the connector overrides: vLLM calls it so."""
 
@@ -184,3 +191,9 @@ def _find(path: str) -> object:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         return f"{path} cannot be found ({error})"
+
+
+def _named_parameters(function: Callable[..., object]) -> tuple[str, ...]:
+    """Without those that take whatever else is given by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(each.name for each in parameters if each.name not in SELF and each.kind is not each.VAR_KEYWORD)

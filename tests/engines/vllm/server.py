@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,17 @@ class VllmServer(ServingProcess):
         home: Home,
         options: dict[str, object] | None,
         model: str = settings.TINY,
-        *flags: str,
+        *,
+        flags: Sequence[str] = (),
         dtype: str = "float32",
         kv_bytes: int = KV_BYTES,
         environment: Mapping[str, str] | None = None,
-        transfer: dict[str, Any] | None = None,
+        configure: Callable[[dict[str, object]], dict[str, Any]] = settings.spied,
     ) -> None:
-        """transfer: the whole of --kv-transfer-config, in place of the watched connector with `options`."""
+        """`configure` makes the value of --kv-transfer-config of the options."""
         self._folder = tempfile.TemporaryDirectory(prefix="cs")
         self.socket = Path(self._folder.name) / "http.sock"
-        config = transfer or (None if options is None else settings.spied(options))
+        config = None if options is None else configure(options)
         command = [
             *(sys.executable, "-m", "tests.engines.vllm.serve", "serve", str(settings.MODELS / model)),
             *("--served-model-name", MODEL, "--uds", str(self.socket), "--enforce-eager", "--dtype", dtype),
@@ -77,6 +78,11 @@ class VllmServer(ServingProcess):
         """Every process of this engine, the first one first."""
         first = psutil.Process(self.process.pid)
         return [first, *first.children(recursive=True)]
+
+    def cpu_s(self) -> float:
+        """User and system time of all of them so far."""
+        times = [process.cpu_times() for process in self.family()]
+        return sum(each.user + each.system for each in times)
 
     def kill(self) -> None:
         """All of it, as when a container is killed: vLLM's engine process outlives the one that started it."""

@@ -26,7 +26,11 @@ ENVIRONMENT = {
 """Nothing is asked of a network, and two engines do not fight for the cores."""
 
 
+def plain(options: dict[str, object]) -> dict[str, Any]:
+    """The connector's configuration as `cachesvc flags vllm` prints it."""
+    return transfer_config(options)
+
+
 def spied(options: dict[str, object]) -> dict[str, Any]:
-    """The connector's configuration as `cachesvc flags vllm` prints it, with the watched connector in its place."""
-    config = transfer_config(options)
-    return {**config, "kv_connector": "SpyingConnector", "kv_connector_module_path": "tests.engines.vllm.spy"}
+    """The same, with the watched connector in its place."""
+    return {**plain(options), "kv_connector": "SpyingConnector", "kv_connector_module_path": "tests.engines.vllm.spy"}

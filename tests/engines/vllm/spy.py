@@ -45,14 +45,14 @@ class Spied(KVConnectorMetadata):
 
 class SpyingConnector(CachesvcConnector):
     def __init__(self, *arguments: Any, **named: Any) -> None:
+        folder = Path(os.environ[FOLDER])
+        folder.mkdir(parents=True, exist_ok=True)
+        self._harm = folder / HARM
+        self._path = folder / f"{os.getpid()}-{id(self)}.jsonl"
         super().__init__(*arguments, **named)
         self._hashes: dict[str, dict[int, str]] = {}
         self._loading: dict[int, tuple[LoadOp, dict[int, str]]] = {}
         self._spied: Spied | None = None
-        folder = Path(os.environ[FOLDER])
-        folder.mkdir(parents=True, exist_ok=True)
-        self._harm = folder / HARM
-        self._file = (folder / f"{os.getpid()}-{id(self)}.jsonl").open("a", buffering=1)
         self._say(what="packages", role=self.role.name, foreign=foreign_packages())
 
     # ---- scheduler
@@ -81,10 +81,6 @@ class SpyingConnector(CachesvcConnector):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         self._hashes.pop(request.request_id, None)
         return super().request_finished_all_groups(request, block_ids)
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._file.close()
 
     def _hash_of(self, block: int) -> str:
         with_group = self._pool.blocks[block].block_hash
@@ -141,4 +137,5 @@ class SpyingConnector(CachesvcConnector):
         return kind
 
     def _say(self, **what: object) -> None:
-        self._file.write(json.dumps({"label": os.environ.get(LABEL, ""), **what}) + "\n")
+        with self._path.open("a") as file:  # opened each time: a connector may end in any way
+            file.write(json.dumps({"label": os.environ.get(LABEL, ""), **what}) + "\n")

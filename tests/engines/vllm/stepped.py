@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,11 +33,19 @@ CONTEXT_TOKENS = 4096
 class SteppedEngine:
     """One engine with a tiny model. A context; leaving it shuts the engine down.
 
-    options: of the connector; None: vLLM without one. `named` are vLLM's own engine arguments.
+    options: of the connector, made vLLM's configuration by `configure`; None: vLLM without one. `named` are vLLM's own
+    engine arguments.
     """
 
-    def __init__(self, options: dict[str, object] | None, model: str = settings.TINY, **named: Any) -> None:
-        transfer = None if options is None else KVTransferConfig(**settings.spied(options))
+    def __init__(
+        self,
+        options: dict[str, object] | None,
+        model: str = settings.TINY,
+        *,
+        configure: Callable[[dict[str, object]], dict[str, Any]] = settings.spied,
+        **named: Any,
+    ) -> None:
+        transfer = None if options is None else KVTransferConfig(**configure(options))
         arguments = {
             "served_model_name": "model",
             "enforce_eager": True,

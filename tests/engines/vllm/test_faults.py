@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.engines.vllm.settings import BLOCK_SIZE
 from tests.engines.vllm.stepped import SteppedEngine
 from tests.engines.vllm.watch import Watch
 from tests.helpers.caches import Gate
-from tests.helpers.daemon import DaemonProcess, Home
+from tests.helpers.daemon import HANG_S, DaemonProcess, Home
 
 NUM_PROMPTS = 6
 PROMPT_BLOCKS = 9
@@ -75,12 +76,11 @@ def serve_all(engine: SteppedEngine, expected: list[Answer]) -> list[int]:
 
 
 def until_stored(home: Home, engine: SteppedEngine, num_pages: int) -> None:
-    """The daemon's storage has that many pages."""
-
-    def stored() -> bool:
-        return sum(1 for path in home.pages.rglob("*") if path.is_file() and path.stat().st_size > 4096) >= num_pages
-
-    engine.step_until(stored)
+    """The daemon's storage has that many pages. The engine has a little to do meanwhile: an idle one does not step."""
+    deadline_s = time.monotonic() + HANG_S
+    while len(pages_on_disk(home)) < num_pages:
+        assert time.monotonic() < deadline_s, f"{len(pages_on_disk(home))} of {num_pages} pages are stored"
+        engine.ask([1, 2, 3], 1)
 
 
 def test_no_daemon_at_the_start(own_home: Home, expected: list[Answer], caplog: pytest.LogCaptureFixture) -> None:

@@ -57,23 +57,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("group", [None, "everybody"])
-def test_another_identity_shares_nothing(home: Home, daemon: DaemonProcess, variant: str, group: str | None) -> None:
-    """Also where an operator gives all of them one group."""
-    options = {} if group is None else {"group": group}
+def test_another_identity_shares_nothing(home: Home, daemon: DaemonProcess) -> None:
+    """On one daemon and its storage, under one served name, and where an operator gives all of them one group."""
+    prompt, options = random_tokens(3, 300), {"group": "everybody"}
     with start(home, "tiny", options=options) as engine:
-        answer = engine.ask(PROMPT)
-    with start(home, variant, options=options, **VARIANTS[variant]) as engine:
-        first = engine.ask(PROMPT)
-        assert first.cached_tokens == 0
-        device = engine.ask(PROMPT)
-        engine.forget_device()
-        again = engine.ask(PROMPT)
-        assert again.cached_tokens == device.cached_tokens > 0, "it has a cache of its own"
-        assert_same(again, device)
+        answer = engine.ask(prompt)
+    for variant, named in VARIANTS.items():
+        with start(home, variant, options=options, **named) as engine:
+            assert engine.ask(prompt).cached_tokens == 0, variant
+            device = engine.ask(prompt)
+            engine.forget_device()
+            again = engine.ask(prompt)
+            assert again.cached_tokens == device.cached_tokens > 0, "it has a cache of its own"
+            assert_same(again, device)
     with start(home, "tiny", options=options) as engine:
-        assert_same(engine.ask(PROMPT), answer, FP32_TOLERANCE)
+        again = engine.ask(prompt)
+        assert again.cached_tokens == 288
+        assert_same(again, answer, FP32_TOLERANCE)
 
 
 def test_an_adapter_is_known_by_its_content(home: Home, daemon: DaemonProcess, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ KV_BYTES = 3 * MIB
 @pytest.fixture(scope="module")
 def engine(home: Home, daemon: DaemonProcess, watch: Watch) -> Iterator[SteppedEngine]:
     os.environ.update(watch.environment("tiny"))
-    with SteppedEngine(on(home), kv_cache_memory_bytes=KV_BYTES) as made:
+    with SteppedEngine(on(home), kv_cache_memory_bytes=KV_BYTES, max_model_len=1024) as made:
         yield made
 
 

@@ -137,8 +137,11 @@ def test_what_was_reset_is_never_served_again(engine: SteppedEngine) -> None:
 
 @pytest.mark.parametrize("kind", HARMS)
 def test_a_wrong_page_is_seen(engine: SteppedEngine, watch: Watch, kind: str) -> None:
-    """The comparisons of these tests can fail: pages spoiled on their way to the device are told from good ones, by
-    their bytes and by the answer. No block is computed from them that would be kept."""
+    """The comparisons of these tests can fail: pages spoiled on their way to the device are told from good ones.
+
+    No block is computed from them that would be kept. Two pages in each other's place show in their bytes alone: keys
+    are stored as rotated to their positions, and a sum over all of them does not know their order.
+    """
     prompt = random_tokens(7, 5 * BLOCK_SIZE + 3)
     device, host = warm(engine, prompt)
     assert_same(host, device)
@@ -149,5 +152,8 @@ def test_a_wrong_page_is_seen(engine: SteppedEngine, watch: Watch, kind: str) ->
     seen = watch.seen()
     changed = {"scale": 5, "swap": 2, "zero": 1}[kind]
     assert len(seen.wrong_among(seen.harmed[-5:])) == changed
-    with pytest.raises(AssertionError, match=r"logprobs are|instead of"):
+    if kind == "swap":
         assert_same(spoiled, device, FP32_TOLERANCE)
+    else:
+        with pytest.raises(AssertionError, match=r"logprobs are|instead of"):
+            assert_same(spoiled, device, FP32_TOLERANCE)
