@@ -6,6 +6,7 @@ Translation only. vLLM makes one instance in the engine's process (role SCHEDULE
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,6 +32,16 @@ from engine_plugin.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from engine_plugin.vllm.scheduler_half import SchedulerHalf
 from engine_plugin.vllm.setup import EngineSetup, scheduler_half
 from engine_plugin.vllm.worker_half import WorkerHalf, register_tensors, worker_half_of
+
+
+def log_as_vllm_does() -> None:
+    """What we log goes where vLLM's own lines go, unless somebody has said where."""
+    vllm_log = logging.getLogger("vllm")
+    for name in ("engine_plugin", "cachesvc", "storage_backends"):
+        logger = logging.getLogger(name)
+        if not logger.hasHandlers():
+            logger.handlers, logger.propagate = list(vllm_log.handlers), False
+            logger.setLevel(vllm_log.level)
 
 
 class ConnectorWork(KVConnectorMetadata):
@@ -64,6 +75,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises Incompatible for a vLLM whose hooks have changed, ConfigError for a configuration that cannot work."""
+        log_as_vllm_does()
         compatibility.check(vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
         self._page_tokens, _ = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
