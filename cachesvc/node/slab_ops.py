@@ -169,11 +169,7 @@ class DeleteOp(MediaOp):
     _blocking: Flight | None = None
 
     def ask(self, keys: Keys) -> Outcomes:
-        ids, parts = object_ids(keys), self.session.parts
-        parts.demotions.forget(ids)
-        results = parts.tiers.delete(ids)
-        parts.demotions.forget(ids)
-        return results
+        return self.session.parts.tiers.delete(object_ids(keys))
 
     def finish(self, reason: OpEnd) -> None:
         if self._blocking is not None and self.state is OpState.PARKED:
@@ -267,12 +263,12 @@ class SweepOp(Op, Work):
         return []
 
     def _found_by(self, is_ours: Callable[[Keys], Bools], first: Keys) -> Iterator[tuple[Keys, Outcome]]:
-        """What leaves one tier for another is in neither for a moment: it is looked for where it waits, at the start
-        and when every tier has been looked through."""
-        demotions = self._slab.parts.demotions
+        """What leaves one tier for another is in neither for a while: it is looked for on its way, at the start and
+        when every tier has been looked through."""
+        way_down = self._slab.parts.tiers.way_down
 
         def moving() -> Keys:
-            keys = demotions.keys()
+            keys = way_down.keys()
             return np.ascontiguousarray(keys[is_ours(keys)])
 
         yield np.concatenate([first, moving()]), Outcome.OK

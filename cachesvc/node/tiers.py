@@ -18,6 +18,7 @@ from cachesvc.node.counters import NodeCounters
 from cachesvc.node.report import TierReport, report_tier
 from cachesvc.node.tier import Codec, CountedTier, Tier, TierOptions, WriteMode
 from cachesvc.node.uses import UseCounts
+from cachesvc.node.way_down import MovingPages, WayDown
 from storage_backends.base import EvictionReader, ObjectIds, Outcome, Outcomes, Segments, outcomes
 from storage_backends.errors import StorageError
 
@@ -26,6 +27,8 @@ __all__ = ["Codec", "PageGuard", "Tier", "TierChain", "TierOptions", "TierRead",
 Keys = NDArray[np.uint8]
 PageGuard = Callable[[NDArray[np.intp]], NDArray[np.bool_]]
 """Given positions in a batch: bool for each, False where the page's frame is no longer what it was."""
+Ask = Callable[[ObjectIds], Outcomes]
+Read = Callable[[bytes, ObjectIds, Segments], Outcomes]
 Leaving = Callable[[int, int, ObjectIds, EvictionReader], None]
 """Told of objects that the tier at a position is about to give up, which the tier at another one takes."""
 
@@ -59,6 +62,11 @@ class TierChain:
         self._probed = sorted(self._tiers, key=lambda tier: not tier.capabilities.index_answers)
         self._written = [tier for tier in self._tiers if tier.options.write_mode is WriteMode.THROUGH]
         self._demotions = demotions(tiers)
+        self.way_down = WayDown()
+        """Pages that have left one tier and are not in the next one yet."""
+        self._sources = [(rank, read) for rank, tier in enumerate(self._tiers) for read in self._readers(rank, tier)]
+        self._knowing = [ask for tier in self._tiers for ask in self._asks(tier, tier.known)]
+        self._probing = [ask for tier in self._probed for ask in self._asks(tier, tier.contains)]
         admits_late = any(tier.options.admit_after > 1 for tier in tiers)
         self._uses = UseCounts() if admits_late else None
         promoting = (rank for rank, tier in enumerate(self._tiers) if tier.options.takes_promotions)
@@ -81,13 +89,13 @@ class TierChain:
         return not all(tier.backend.knows_all() for tier in self._tiers)
 
     def known(self, ids: ObjectIds) -> NDArray[np.bool_]:
-        """bool[n]: held by a tier that knows without I/O."""
-        return self._contains([tier.known for tier in self._tiers], ids)
+        """bool[n]: held by a tier that knows without I/O, or on its way to one."""
+        return self._contains(self._knowing, ids)
 
     def probe(self, ids: ObjectIds) -> NDArray[np.bool_]:
         """bool[n]: held by any tier; asks the media that do not know from memory for the pages the others do not
         have."""
-        return self._contains([tier.contains for tier in self._probed], ids)
+        return self._contains(self._probing, ids)
 
     def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> TierRead:
         """Reads each page from the first tier that delivers it. Where none does: the first answer that is not a MISS,
@@ -95,14 +103,14 @@ class TierChain:
         results = outcomes(len(ids), Outcome.MISS)
         ranks = np.full(len(ids), NO_RANK, np.int8)
         wanted = np.arange(len(ids))
-        for rank, tier in enumerate(self._tiers):
+        for rank, read in self._sources:
             if not len(wanted):
                 break
-            answers = tier.read(namespace, ids[wanted], segments.take(wanted))
+            answers = read(namespace, ids[wanted], segments.take(wanted))
             better = (answers == Outcome.OK) | (results[wanted] == Outcome.MISS)
             results[wanted[better]] = answers[better]
             ranks[wanted[answers == Outcome.OK]] = rank
-            self._counters.pages_from.inc(float((answers == Outcome.OK).sum()), tier.name)
+            self._counters.pages_from.inc(float((answers == Outcome.OK).sum()), self._tiers[rank].name)
             wanted = wanted[answers != Outcome.OK]
         self.note_uses(ids[results == Outcome.OK])
         return TierRead(results, ranks)
@@ -137,12 +145,13 @@ class TierChain:
             self._tiers[source].backend.on_eviction(partial(leaving, source, target))
 
     def unwanted(self, target: int, ids: ObjectIds) -> Outcomes:
-        """For pages that could be demoted to the tier at `target`: EXISTS where it is known to hold them, NOT_ADMITTED
-        where it would not take them, else OK. No I/O."""
+        """For pages that could be demoted to the tier at `target`: EXISTS where it is known to hold them or they are on
+        their way to it, NOT_ADMITTED where it would not take them, else OK. No I/O."""
         tier = self._tiers[target]
         results = outcomes(len(ids), Outcome.OK)
         results[self._too_new(tier, ids)] = Outcome.NOT_ADMITTED
         results[tier.known(ids) == Outcome.OK] = Outcome.EXISTS
+        results[self.way_down.known(ids, target) == Outcome.OK] = Outcome.EXISTS
         return results
 
     def header_bytes(self, rank: int) -> int:
@@ -155,18 +164,20 @@ class TierChain:
         """Reads and verifies pages that the tier at `source` is about to give up."""
         return self._tiers[source].read_leaving(namespace, ids, segments, read)
 
-    def demote(self, target: int, namespace: bytes, ids: ObjectIds, segments: Segments, guard: PageGuard) -> Outcomes:
+    def demote(self, pages: MovingPages) -> Outcomes:
         """Writes pages that the tier above has given up. Outcomes as of `write`."""
-        return self._write_missing(self._tiers[target], namespace, ids, segments, guard)
+        target, segments = self._tiers[pages.target], Segments.of_rows(pages.rows)
+        return self._write_missing(target, pages.namespace, pages.ids, segments, lambda which: pages.is_wanted[which])
 
     def delete(self, ids: ObjectIds) -> Outcomes:
-        """Takes each page out of every tier. A tier's failure where one failed, else OK where one held it, else
-        MISS."""
-        results = outcomes(len(ids), Outcome.MISS)
-        for tier in self._tiers:
-            answers = tier.delete(ids)
-            is_worse = (answers > Outcome.MISS) | (results == Outcome.MISS)
-            results[is_worse] = answers[is_worse]
+        """Takes each page out of every tier, and off its way. A tier's failure where one failed, else OK where one
+        held it, else MISS."""
+        with self.way_down.without(ids) as held:
+            results = np.where(held, Outcome.OK, Outcome.MISS).astype(np.uint8)
+            for tier in self._tiers:
+                answers = tier.delete(ids)
+                is_worse = (answers > Outcome.MISS) | (results == Outcome.MISS)
+                results[is_worse] = answers[is_worse]
         return results
 
     def find(self, is_wanted: Callable[[Keys], NDArray[np.bool_]]) -> Iterator[tuple[Keys, Outcome]]:
@@ -208,7 +219,16 @@ class TierChain:
         for tier in reversed(self._tiers):
             tier.backend.close()
 
-    def _contains(self, asks: Sequence[Callable[[ObjectIds], Outcomes]], ids: ObjectIds) -> NDArray[np.bool_]:
+    def _asks(self, tier: CountedTier, ask: Ask) -> list[Ask]:
+        """From above to below: what is on its way to a tier has left those above."""
+        return [self.way_down.known, ask] if tier.options.write_mode is WriteMode.ON_EVICT else [ask]
+
+    def _readers(self, rank: int, tier: CountedTier) -> list[Read]:
+        """As `_asks`."""
+        is_below = tier.options.write_mode is WriteMode.ON_EVICT
+        return [partial(self.way_down.read, rank), tier.read] if is_below else [tier.read]
+
+    def _contains(self, asks: Sequence[Ask], ids: ObjectIds) -> NDArray[np.bool_]:
         held = np.zeros(len(ids), np.bool_)
         for ask in asks:
             wanted = np.flatnonzero(~held)

@@ -89,8 +89,6 @@ class FsspecStore(ObjectStore):
         return int(found["size"])
 
     def read(self, name: str, into: list[memoryview]) -> Outcome:
-        if self._is_on_disk and self.size(name) < 0:
-            return Outcome.MISS  # opening a pipe would wait for its writer
         value = self._value(name)
         if value is None:
             return Outcome.MISS
@@ -150,6 +148,8 @@ class FsspecStore(ObjectStore):
         return found
 
     def _value(self, name: str) -> bytes | None:
+        if self._is_on_disk and self.size(name) < 0:
+            return None  # opening a pipe would wait for its writer
         path = self._path(name)
         with self._failures(path):
             try:

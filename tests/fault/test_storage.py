@@ -24,6 +24,7 @@ from storage_backends.errors import StorageClosed, StorageConfigError
 from storage_backends.file import directory as file_directory
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
+from storage_backends.file.index import FileIndex
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.layers.fault import FaultLayer, Flip, Script
 from storage_backends.layers.metrics import MetricsLayer
@@ -582,6 +583,35 @@ class TestStart:
         monkeypatch.undo()
         with opened(tmp_path) as next_one:
             assert next_one.usage().used_bytes == 0
+
+
+class TestPauses:
+    """Between the tries of a scan."""
+
+    def test_they_double_up_to_a_minute_and_end_with_closing(self, caplog: pytest.LogCaptureFixture) -> None:
+        pauses: list[float] = []
+
+        class Stop(threading.Event):
+            def is_set(self) -> bool:
+                return len(pauses) == 8
+
+            def wait(self, timeout: float | None = None) -> bool:
+                pauses.append(timeout or 0)
+                return self.is_set()
+
+        index = object.__new__(FileIndex)
+        index._stop, index._retry_s = Stop(), 1.0
+
+        def failing() -> None:
+            assert len(pauses) < 8
+            raise OSError(5, "Input/output error")
+
+        with pytest.raises(StorageClosed):
+            index._keep_trying(failing)
+        assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+        assert [record.getMessage() for record in caplog.records][6:] == [
+            "cannot look at the object directory, again in 60 s: [Errno 5] Input/output error"
+        ] * 2
 
 
 class TestCountCutShort:

@@ -330,6 +330,7 @@ def test_what_is_no_file_under_an_objects_name_is_no_object_and_holds_nobody_up(
         assert backend.contains(ids).tolist() == [Outcome.MISS, Outcome.OK]
         target = Buffers.make(2, 4096)
         assert backend.get_into(ids, target.segments()).tolist() == [Outcome.MISS, Outcome.OK]
+        assert backend.set_aside(ids[:1].copy(), target.take(slice(0, 1)).segments()).tolist() == [Outcome.MISS]
         assert backend.delete(ids).tolist() == [Outcome.MISS, Outcome.OK]
         assert [len(batch.ids) for batch in backend.scan()] == []
     assert in_its_place.exists() and not list(tmp_path.glob("*/*.tmp"))

@@ -616,6 +616,17 @@ def test_a_long_lookup_tells_each_page(valkey_server: Server, stored: str) -> No
         assert backend.contains(ids).tolist() == np.where(which, Outcome.OK, Outcome.MISS).tolist()
 
 
+def test_a_long_lookup_is_few_commands(own_server: Server) -> None:
+    """One for 32 neighbours, and 32 more where a prefix ends."""
+    url = f"redis://{USER}:{PASSWORD.replace('/', '%2F')}@127.0.0.1:{own_server.port}/2"
+    ids = make_ids(320)
+    with closing(open_backend("redis", {"url": url})) as backend, own_server.client() as client:
+        backend.put_from(ids[:40].copy(), Buffers.make(40, 64, 1).segments())
+        client.config_resetstat()
+        backend.contains(ids)
+        assert client.info("commandstats")["cmdstat_exists"]["calls"] == 10 + 32
+
+
 def test_a_long_lookup_of_a_member_of_a_cluster_still_says_what_to_set(valkey_cluster: list[Server]) -> None:
     options = {"url": valkey_cluster[0].unix_url, "prefix": fresh_prefix(), "check_at_start": False}
     with (

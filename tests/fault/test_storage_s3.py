@@ -386,8 +386,8 @@ class TestRestart:
                 phase[0] = 1
                 for _ in threads:
                     assert seen[1].acquire(timeout=30)
+                phase[0] = 2  # from now on it may answer, or not yet
                 server.start()
-                phase[0] = 2
                 for _ in threads:
                     assert seen[2].acquire(timeout=30)
                 stop.set()

@@ -16,10 +16,12 @@ from storage_backends.file.config import FileConfig
 from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.registry import open_backend
+from tests.helpers.lost_memory import LostMemory
 from tests.oracles.pages import IDENTITY, PAGE_BYTES, Engine, ScriptedBackend, chain, memory_backend, page, run_all
 
 THROUGH = TierOptions()
 ON_EVICT = TierOptions(write_mode=WriteMode.ON_EVICT)
+NEVER = TierOptions(write_mode=WriteMode.NEVER)
 FRAMES = np.arange(4, dtype=np.int32)
 PAGES = [chain(seed, 4) for seed in range(6)]
 ROOM = 8 * (PAGE_BYTES + 128)
@@ -57,10 +59,10 @@ def bounded_medium():
 class World:
     """A node whose first tier has room for eight pages, and a roomy one below that takes what leaves."""
 
-    def __init__(self, near=None, near_options=THROUGH, below=ON_EVICT, **options):
+    def __init__(self, near=None, near_options=THROUGH, below=ON_EVICT, more_tiers=(), **options):
         self.near = TellingBackend(small_memory() if near is None else near)
         self.far = TellingBackend(memory_backend())
-        tiers = [Tier("near", self.near, near_options), Tier("far", self.far, below)]
+        tiers = [Tier("near", self.near, near_options), Tier("far", self.far, below), *more_tiers]
         self.node = Node(tiers, manual=True, options=NodeOptions(**options))
         self.engine = Engine(self.node)
 
@@ -203,11 +205,76 @@ def test_a_page_that_is_deleted_on_its_way_does_not_come_back(make):
     for keys in PAGES[:3]:
         world.store(keys)
     ids = object_ids(PAGES[0])
-    world.node._parts.demotions.forget(ids[:3])
-    world.node._parts.tiers.delete(ids[:3])
+    assert world.node._parts.tiers.delete(ids[:3]).tolist() == [Outcome.OK] * 3
     run_all(world.node)
     assert world.held(world.far, PAGES[0]) == 1
     assert world.undemoted() == {"deleted": 3}
+
+
+def test_a_page_that_leaves_while_it_is_deleted_does_not_come_back(make):
+    """It leaves before the upper tier is asked to delete it, and is written after the lower one was."""
+    last = ScriptedBackend(memory_backend())
+    world = make(more_tiers=[Tier("last", last, NEVER)])
+    for keys in PAGES[:2]:
+        world.store(keys)
+
+    def leave(_):
+        world.near.before.clear()
+        world.store(PAGES[2])
+
+    world.near.before["delete"] = leave
+    last.before["delete"] = lambda _: run_all(world.node)
+    world.node._parts.tiers.delete(object_ids(PAGES[0]))
+    run_all(world.node)
+    assert world.held(world.far, PAGES[0]) == 0
+    assert world.undemoted() == {"deleted": 4}
+
+
+def test_a_page_on_its_way_is_found_and_delivered(make):
+    """And counts as a page of the tier that gets it: it is promoted again."""
+    world = make()
+    for keys in PAGES[:3]:
+        world.store(keys)
+    tiers, ids = world.node._parts.tiers, object_ids(PAGES[0])
+    assert tiers.known(ids).all() and tiers.probe(ids).all()
+    rows = np.zeros((3, PAGE_BYTES), np.uint8)
+    order = [2, 0, 3]
+    answer = tiers.read(IDENTITY.namespace(), ids[order], Segments.of_rows(rows))
+    assert (answer.outcomes.tolist(), answer.ranks.tolist()) == ([Outcome.OK] * 3, [1] * 3)
+    assert all((row == page(key)).all() for row, key in zip(rows, PAGES[0][order], strict=True))
+    assert world.far.reads.total() == 0
+    assert tiers.read(b"x" * 32, ids[:3], Segments.of_rows(rows)).outcomes.tolist() == [Outcome.MISS] * 3
+    short = Segments.of_rows(np.zeros((1, PAGE_BYTES // 2), np.uint8))
+    assert tiers.read(IDENTITY.namespace(), ids[:1], short).outcomes.tolist() == [Outcome.MISS]
+    world.far.before["put"] = lambda some: outcomes(len(some), Outcome.UNAVAILABLE)
+    run_all(world.node)
+    assert not tiers.known(ids).any()
+
+
+def test_memory_that_a_client_has_spoiled_is_no_place_for_a_page_on_its_way(make):
+    world = make()
+    for keys in PAGES[:3]:
+        world.store(keys)
+    with LostMemory() as lost:
+        segments = Segments.single(np.array([lost.address], np.uint64), PAGE_BYTES, lost)
+        read = world.node._parts.tiers.way_down.read
+        assert read(1, IDENTITY.namespace(), object_ids(PAGES[0][:1]), segments).tolist() == [Outcome.FAILED]
+
+
+def test_whatever_reading_a_page_that_leaves_raises_ends_there(make, monkeypatch):
+    world = make()
+    for keys in PAGES[:2]:
+        world.store(keys)
+
+    def raising(*_):
+        raise RuntimeError("a bug of a backend")
+
+    monkeypatch.setattr(world.near.inner._evictions, "_read", raising)
+    world.store(PAGES[2])
+    assert world.held(world.near, PAGES[2]) == 4
+    assert world.undemoted() == {"unreadable": 4}
+    usage = world.near.inner.usage()
+    assert (usage.used_bytes, usage.reserved_bytes) == (ROOM, 0)
 
 
 def test_what_still_waits_when_the_node_ends_is_counted(make):
