@@ -21,7 +21,7 @@ class Deltas:
     def __init__(self, registry: Registry, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
         self._clock = clock
-        self._reported: dict[str, float] = {}
+        self._reported: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         self._due_s = 0.0
 
     def take(self, *, is_idle: bool) -> Report | None:
@@ -34,10 +34,11 @@ class Deltas:
         for metric in self._registry.metrics():
             part = report["counters" if metric.kind == "counter" else "gauges"]
             for sample in metric.samples():
-                name, before = sample.text(), self._reported.get(sample.text(), 0.0)
+                series = (sample.name, sample.labels)
+                before = self._reported.get(series, 0.0)
                 if sample.value != before:
-                    part[name] = sample.value - before if metric.kind == "counter" else sample.value
-                    self._reported[name] = sample.value
+                    part[sample.text()] = sample.value - before if metric.kind == "counter" else sample.value
+                    self._reported[series] = sample.value
         return report if any(report.values()) else None
 
 
