@@ -166,9 +166,7 @@ def test_a_stored_page_that_went_bad_ends_the_prefix(damage: str, files_daemon: 
 
 def _damage(daemon: Daemon, damage: str) -> None:
     """One stored page of eight."""
-    objects = sorted(
-        path for path in daemon.pages.rglob("*") if path.is_file() and path.stat().st_size > MODEL.page_size * 64
-    )
+    objects = sorted(daemon.pages.rglob("*.page"))
     assert len(objects) == 8, objects
     path = objects[0]
     content = bytearray(path.read_bytes())
