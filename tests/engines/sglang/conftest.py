@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterator
 
 import pytest
 
 from tests.engines.sglang.plugin import sglang_on_cpu
 
-sglang_on_cpu.install()  # before a test module imports SGLang's cache
+with warnings.catch_warnings():  # what SGLang and torch warn of when they are imported is theirs
+    warnings.simplefilter("ignore")
+    sglang_on_cpu.install()  # before anything imports SGLang's cache
+    importlib.import_module("tests.engines.sglang.rig")
 
-from tests.engines.sglang.processes import Daemon  # noqa: E402
+from tests.engines.sglang.processes import Daemon
+
+THEIRS = ("sglang", "torch", "transformers")
+"""Packages whose warnings are no errors of ours."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for package in THEIRS:
+            item.add_marker(pytest.mark.filterwarnings(rf"ignore:::{package}(\..*)?"))
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,13 @@ PLUGIN = {
 }
 REVISION = "tests-1"
 MEMORY_GIB = 2**-6
+PATIENCE = {"exists_timeout_ms": 9000, "get_timeout_ms": 9000, "put_timeout_ms": 9000}
+"""A machine under load is no fault."""
 
 
 def ours(address: str, **extra: Any) -> Storage:
     """The plug-in, at a node. Models of class tests have no checkpoint, so their revision is given."""
-    options = {"address": address, "model_revision": REVISION, "memory_gib": MEMORY_GIB}
+    options = {"address": address, "model_revision": REVISION, "memory_gib": MEMORY_GIB, **PATIENCE}
     return Storage("dynamic", {**PLUGIN, **options, **extra})
 
 

@@ -273,6 +273,8 @@ class CacheRig:
                 buffer[slots] = rows
 
     def _rows_of_device(self, slots: torch.Tensor) -> np.ndarray:
+        if not len(slots):
+            return np.empty((0, self.model.layers, *row_bytes(self.model)), np.uint8)
         layers = []
         for buffers in self._device_layers():
             parts = [buffer[slots].contiguous().view(torch.uint8).reshape(len(slots), -1) for buffer in buffers]

@@ -18,7 +18,10 @@ from tests.engines.sglang.rig import HANG_S, CacheRig, Model, Storage, kv_of
 MODEL = Model()
 TOKENS = list(range(1000, 1128))
 OTHERS = list(range(5000, 5128))
-QUICK = {"exists_timeout_ms": 300, "get_timeout_ms": 1000, "put_timeout_ms": 1000}
+QUICK = {"exists_timeout_ms": 2000, "get_timeout_ms": 4000, "put_timeout_ms": 3000}
+"""For nodes that hang; long enough for one that is only slow."""
+HEADER_BYTES = 4096
+"""Of a page's file: its KV comes after that."""
 
 
 def _storage(daemon: Daemon, **extra: object) -> Storage:
@@ -171,7 +174,7 @@ def _damage(daemon: Daemon, damage: str) -> None:
     path = objects[0]
     content = bytearray(path.read_bytes())
     if damage == "a flipped bit":
-        content[-100] ^= 4
+        content[HEADER_BYTES + 100] ^= 4
     elif damage == "cut short":
         del content[-1]
     elif damage == "empty":

@@ -6,22 +6,34 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.engines.sglang.processes import HANG_S, Daemon
+from tests.engines.sglang.processes import Daemon
 
+HANG_S = 280.0
 RANKS = 2
+LEAST_AND_MOST = {
+    "whole": (128, 128),
+    "page_missing": (80, 80),
+    "unequal_space": (16, 112),
+    "one_without_storage": (0, 0),
+}
+"""Tokens that both ranks fetch, by scenario."""
 
 
-def _run(scenario: str, daemon: Daemon, tmp_path: Path, revision: str) -> list[dict[str, int]]:
-    """Both ranks of a scenario of `rank.py`; what each of them says."""
-    meeting = tmp_path / "meeting"
-    command = [sys.executable, "-m", "tests.engines.sglang.rank", scenario, daemon.address, str(meeting), revision]
+@pytest.fixture(scope="module")
+def told(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
+    """What each rank says about each scenario of `rank.py`; both play them all, one after the other."""
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    command = [sys.executable, "-m", "tests.engines.sglang.rank", shared_daemon.address, str(meeting)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank)], cwd=os.getcwd(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, str(rank), *LEAST_AND_MOST],
+            cwd=os.getcwd(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(RANKS)
     ]
@@ -39,18 +51,10 @@ def _run(scenario: str, daemon: Daemon, tmp_path: Path, revision: str) -> list[d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["whole", "page_missing", "unequal_space", "one_without_storage"])
-def test_ranks_agree_and_each_has_its_own_bytes(
-    scenario: str, daemon: Daemon, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    first, second = _run(scenario, daemon, tmp_path, request.node.nodeid)
+@pytest.mark.parametrize("scenario", LEAST_AND_MOST)
+def test_ranks_agree_and_each_has_its_own_bytes(scenario: str, told: list[dict[str, dict[str, int]]]) -> None:
+    first, second = (rank[scenario] for rank in told)
     assert first["fetched"] == second["fetched"], "what is loaded is what every rank has"
     assert first["wrong_rows"] == second["wrong_rows"] == 0
-    expected = {
-        "whole": (128, 128),
-        "page_missing": (80, 80),
-        "unequal_space": (16, 112),
-        "one_without_storage": (0, 0),
-    }
-    least, most = expected[scenario]
+    least, most = LEAST_AND_MOST[scenario]
     assert least <= first["fetched"] <= most

@@ -17,7 +17,7 @@ from tests.engines.sglang.processes import COMMAND, HANG_S, Daemon
 from tests.engines.sglang.server import Answer, Server, prompt
 from tests.engines.sglang.tiny_qwen3 import write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
 
 PAGES = 1984
 """Tokens of a prompt's whole pages."""
@@ -33,7 +33,7 @@ class Story:
 def launch_flags(daemon: Daemon) -> list[str]:
     """What `cachesvc flags sglang` says comes after the model. For tests L2 is so large that nothing leaves it, and a
     request waits for all that L3 has."""
-    command = [*COMMAND, "flags", "sglang", "--address", daemon.address, "--json"]
+    command = [*COMMAND, "flags", "sglang", "--address", daemon.address, "--host-memory", "0.125", "--json"]
     printed = subprocess.run(command, cwd=daemon.folder, capture_output=True, text=True, check=True, timeout=HANG_S)
     line: list[str] = json.loads(printed.stdout)["argv"]
     assert line[:4] == ["sglang", "serve", "--model-path", "MODEL"]
