@@ -61,6 +61,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             first.detach()
             first.kill()
         with Server(model, ours) as second:
+            second.ask(FILLERS[0])  # what a process does once only
             answers["storage"] = second.ask(OURS)
             second.detach()
             second.attach(files)
@@ -101,5 +102,12 @@ def test_the_control_shows_that_wrong_kv_changes_the_answer(story: Story) -> Non
     assert story.answers["control"].tokens != story.answers["cold"].tokens
 
 
-def test_nothing_was_reported_as_an_error(story: Story) -> None:
-    assert "Traceback" not in story.log
+def test_no_error_of_the_storage_was_reported(story: Story) -> None:
+    """SGLang logs what a storage raises, and goes on without it."""
+    reports = (
+        "engine_plugin/",
+        "HiCache storage query failed",
+        "HiCache prefetch transfer failed",
+        "HiCache backup failed",
+    )
+    assert not [line for line in story.log.splitlines() if any(report in line for report in reports)]
