@@ -17,12 +17,15 @@ import cachesvc
 from cachesvc.client.base import AttachRefused
 from cachesvc.client.greeting import greet, new_hello
 from cachesvc.node.node import Node
+from cachesvc.node.ops import OpState
 from cachesvc.node.parts import NodeOptions
+from cachesvc.node.slab_ops import DeleteOp
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Reject
 from cachesvc.rpc import channel_pb2, codec, managed_pb2, store_codec
 from cachesvc.rpc.framing import FrameReader, to_frame
 from storage_backends.base import Outcome
+from storage_backends.errors import StorageUnavailable
 from tests.helpers.channels import RunningDoor, connected
 from tests.helpers.node_process import ROOT, NodeProcess
 from tests.helpers.store_user import NAMESPACE, PAGE_BYTES, TENANT, check_conserved, positions, request, some_keys
@@ -152,6 +155,88 @@ def test_a_read_that_takes_too_long_is_given_up_and_holds_nothing(node, door, ba
         assert got(store) == [OK] * 4
     until(door, lambda: not node.managed.num_sessions())
     assert node.managed.slabs()[0].counts()["held"] == 0
+
+
+def test_clear_keeps_nothing_that_is_on_its_way_into_memory(node, door, backend, monkeypatch):
+    with opened(door.path) as store, opened(door.path) as other:
+        store.put(KEYS, PAGES)
+        for seed in range(1, 5):
+            store.put(some_keys(4, seed), PAGES)
+            until(door, lambda: not node.managed.slabs()[0].ops)
+        has_read, let_go, found = threading.Event(), threading.Event(), []
+        get_into = backend.inner.get_into
+
+        def read_and_wait(ids, segments):
+            results = get_into(ids, segments)
+            has_read.set()
+            assert let_go.wait(HANG_S)
+            return results
+
+        monkeypatch.setattr(backend.inner, "get_into", read_and_wait)
+        reader = threading.Thread(target=lambda: found.append(got(store)))
+        reader.start()
+        assert has_read.wait(HANG_S)
+        assert other.clear() is Outcome.OK
+        let_go.set()
+        reader.join(HANG_S)
+        assert found == [[MISS] * 4]
+        assert got(store) == [MISS] * 4
+
+
+class AskedBefore(ScriptedBackend):
+    """Asks the guard, and writes when it is told to, whatever became of the source meanwhile."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.has_asked, self.let_go = threading.Event(), threading.Event()
+
+    def put_from(self, ids, segments, guard=None):
+        kept = guard()
+        self.has_asked.set()
+        assert self.let_go.wait(HANG_S)
+        return self.inner.put_from(ids, segments, lambda: kept)
+
+
+def test_clear_waits_for_what_is_being_written_and_takes_that_too():
+    backend = AskedBefore(memory_backend())
+    options = NodeOptions(managed_bytes=64 * PAGE_BYTES)
+    with (
+        Node([Tier("memory", backend)], options=options) as node,
+        RunningDoor(node) as door,
+        opened(door.path) as store,
+        opened(door.path) as other,
+    ):
+        store.put(KEYS, PAGES)
+        assert backend.has_asked.wait(HANG_S)
+        cleared = []
+        clearing = threading.Thread(target=lambda: cleared.append(other.clear()))
+        clearing.start()
+
+        def is_waiting():
+            ops = node.managed.slabs()[0].ops.values()
+            return any(isinstance(op, DeleteOp) and op.state is OpState.PARKED for op in list(ops))
+
+        until(door, lambda: is_waiting() or not clearing.is_alive())
+        backend.let_go.set()
+        clearing.join(HANG_S)
+        assert cleared == [Outcome.OK]
+        until(door, lambda: not node.managed.slabs()[0].ops)
+        assert got(store) == [MISS] * 4
+        assert not [batch for batch in backend.scan() if len(batch.ids)]
+
+
+def test_clear_says_which_tier_could_not_be_looked_through(door, backend, monkeypatch):
+    def scan():
+        raise StorageUnavailable("down")
+
+    monkeypatch.setattr(backend, "scan", scan)
+    with opened(door.path) as store:
+        store.put(KEYS, PAGES)
+        assert store.clear() is Outcome.UNAVAILABLE
+        assert store.is_connected
+        monkeypatch.undo()
+        assert store.clear() is Outcome.OK
+        assert got(store) == [MISS] * 4
 
 
 def test_a_store_opened_before_a_fork_is_not_used_in_the_child(door):
