@@ -69,9 +69,8 @@ def first_token_s(run: Run, engine: VllmServer, prompt: list[int], cached_tokens
 def until_copied(engine: VllmServer, num_pages: int) -> None:
     """The connector has copied that many pages to the host."""
     deadline_s = time.monotonic() + 60.0
-    name = 'vllm:cachesvc_hicache_copied_pages_total{direction="to_host"'
-    while engine.metric(name) < num_pages:
-        assert time.monotonic() < deadline_s, f"{engine.metric(name)} of {num_pages} pages were copied"
+    while engine.metric("vllm:cachesvc_hicache_copied_pages_total", 'direction="device_to_host"') < num_pages:
+        assert time.monotonic() < deadline_s, f"{num_pages} pages were not copied"
         time.sleep(0.05)
 
 

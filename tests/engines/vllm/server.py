@@ -130,6 +130,11 @@ class VllmServer(ServingProcess):
         samples = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 
-    def metric(self, start: str) -> float:
-        """The sum of all samples whose name and labels begin like this."""
-        return sum(value for name, value in self.metrics().items() if name.startswith(start))
+    def metric(self, name: str, *labels: str) -> float:
+        """The sum of all samples of that name that have these labels, written `label="value"`."""
+        own = (value for text, value in self.metrics().items() if _is(text, name, labels))
+        return sum(own)
+
+
+def _is(sample: str, name: str, labels: Sequence[str]) -> bool:
+    return sample.partition("{")[0] == name and all(label in sample for label in labels)
