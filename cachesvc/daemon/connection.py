@@ -111,6 +111,8 @@ class Connection(Port):
             self.abort()
 
     def _settle(self) -> None:
+        if self._wire.error:  # found by answers on the way, which have no caller to tell
+            self._close()
         if not self._is_lost:
             self._desk.exchange.listen(self._number, self._may_read)
             self._desk.exchange.settle(self._number)

@@ -4,7 +4,8 @@ A frame is a u32 little-endian length and that many bytes of one message. Socket
 sockets, open for as long as anything here is called, and nothing here closes them. Each call says itself whether it
 waits; `look_up` costs less on a blocking one.
 
-Thread safety: each object is for one thread at a time, apart from `LookupShortcut.stop`.
+Thread safety: each object is for one thread at a time, apart from `LookupShortcut.stop`. A wire that waits in `look_up`
+refuses every other thread with RuntimeError.
 """
 
 from __future__ import annotations

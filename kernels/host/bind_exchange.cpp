@@ -2,6 +2,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
+
 #include "arrays.hpp"
 #include "bindings.hpp"
 #include "exchange.hpp"
@@ -20,7 +22,36 @@ nb::object bytes_of(std::optional<std::span<const uint8_t>> message) {
     return nb::bytes(message->data(), message->size());
 }
 
+// A wire's user, one at a time: `look_up` waits without the GIL, and a second thread would tear its buffers apart.
+class Use {
+public:
+    explicit Use(Wire& wire) : wire_(wire) {
+        if (wire.is_in_use) throw std::runtime_error("this wire is in use in another thread; it is for one at a time");
+        wire.is_in_use = true;
+    }
+    ~Use() { wire_.is_in_use = false; }
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+private:
+    Wire& wire_;
+};
+
+template <class Result>
+auto alone(Result (Wire::*method)()) {
+    return [method](Wire& wire) {
+        const Use use(wire);
+        return (wire.*method)();
+    };
+}
+
+void post_py(Wire& wire, const nb::bytes& frame) {
+    const Use use(wire);
+    wire.post(span_of(frame));
+}
+
 nb::object next_of_wire(Wire& wire) {
+    const Use use(wire);
     nb::object message = bytes_of(wire.front());
     if (!message.is_none()) wire.pop();
     return message;
@@ -29,6 +60,7 @@ nb::object next_of_wire(Wire& wire) {
 int64_t look_up_py(Wire& wire, uint64_t call, uint64_t op, const Input<uint8_t>& keys,
                    double timeout_s) {
     const auto rows = input_rows(keys, "keys", any_length, key_bytes);
+    const Use use(wire);
     nb::gil_scoped_release released;
     return wire.look_up(call, op, {rows.data, rows.num_rows * key_bytes}, timeout_s);
 }
@@ -55,10 +87,10 @@ void bind_exchange(nb::module_& m) {
         .def_prop_ro("is_full", &Wire::is_full)
         .def_prop_ro("num_unsent", &Wire::num_unsent)
         .def_prop_ro("too_long", &Wire::too_long)
-        .def("receive", &Wire::receive)
+        .def("receive", alone(&Wire::receive))
         .def("next", &next_of_wire, nb::sig("def next(self) -> bytes | None"))
-        .def("post", [](Wire& wire, const nb::bytes& frame) { wire.post(span_of(frame)); }, nb::arg("frame"))
-        .def("flush", &Wire::flush)
+        .def("post", &post_py, nb::arg("frame"))
+        .def("flush", alone(&Wire::flush))
         .def("look_up", &look_up_py, nb::arg("call"), nb::arg("op"), nb::arg("keys"), nb::arg("timeout_s"));
     nb::class_<LookupShortcut>(m, "LookupShortcut")
         .def(nb::init<std::shared_ptr<PageIndex>, int>(), nb::arg("index"), nb::arg("slot"))

@@ -35,7 +35,12 @@ int64_t Exchange::add(std::shared_ptr<Wire> wire, std::shared_ptr<LookupShortcut
     Line& line = lines_[number];
     line.wire = std::move(wire);
     line.shortcut = std::move(shortcut);
-    watch(number, line);
+    try {
+        watch(number, line);
+    } catch (...) {
+        lines_.erase(number);
+        throw;
+    }
     return number;
 }
 
@@ -70,7 +75,8 @@ std::vector<int64_t> Exchange::serve() {
 bool Exchange::has_news(Line& line, uint32_t events) {
     Wire& wire = *line.wire;
     const bool was_full = wire.is_full(), had_unsent = wire.num_unsent() > 0;
-    if (events & EPOLLOUT) wire.flush();
+    // Where the other side has shut down and left bytes unread, there is never room again: only the send tells.
+    if (events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) wire.flush();
     if (events & ~EPOLLOUT && is_read(line)) {
         wire.receive();
         answer(line);
@@ -81,7 +87,8 @@ bool Exchange::has_news(Line& line, uint32_t events) {
 void Exchange::answer(Line& line) {
     Wire& wire = *line.wire;
     line.is_callers = false;
-    while (!wire.is_full()) {
+    if (wire.is_full()) return;  // until `serve` finds room, and says so: room found here would be nobody's news
+    while (true) {
         const auto message = wire.front();
         if (!message) {
             line.is_callers = wire.too_long() > 0;

@@ -102,7 +102,9 @@ int64_t Wire::look_up(uint64_t call, uint64_t op, std::span<const uint8_t> keys,
     out_.insert(out_.end(), keys.begin(), keys.end());
     flush();
     // The first helping is most often the answer, and costs one system call where the socket waits by itself.
-    if (!front() && !is_over_ && num_unsent() == 0 && wait_in_socket(timeout_s)) take_in(0);
+    if (!front() && !is_over_ && num_unsent() == 0 && wait_in_socket(timeout_s)) {
+        if (!take_in(0) && !is_over_ && errno == EINTR) return unanswered;
+    }
     while (true) {
         if (const auto message = front()) {
             LookupAnswer answer;

@@ -53,6 +53,8 @@ public:
     // in front); or unasked: too much waits to be sent.
     int64_t look_up(uint64_t call, uint64_t op, std::span<const uint8_t> keys, double timeout_s);
 
+    bool is_in_use = false;  // kept by the callers, who see each other
+
 private:
     bool take_in(int flags);
     bool wait_in_socket(double timeout_s);

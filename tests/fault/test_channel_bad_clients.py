@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import socket
+import time
 
 import numpy as np
 import pytest
@@ -268,6 +269,42 @@ def test_a_client_that_does_not_read_is_not_listened_to_and_costs_a_bounded_amou
         (connection,) = door.door._desk.connections.values()
         assert connection.num_unsent < options.high_water_bytes + (256 << 10)
         assert still_serves(door)
+
+
+@pytest.mark.parametrize("first", [channel_pb2.Publish(frames=bytes(4)), None])
+def test_a_client_that_asks_and_closes_is_gone(node, door, first):
+    """Its process lives; that it will not hear the answer is all that tells."""
+    with RawClient(door.path, "owner") as owner, RawClient(door.path) as client:
+        publish_keys(owner)
+        question = to_frame(ToNode(call=1, lookup=channel_pb2.Lookup(op=1, keys=KEYS.tobytes())))
+
+        async def ask_and_close():
+            client.send((to_frame(ToNode(publish=first)) if first else b"") + question)
+            client.sock.close()
+
+        door.call(ask_and_close())
+        until_lost(node, owner)
+
+
+def test_a_client_that_never_read_and_shuts_down_is_gone(node):
+    """What it has not read stays in its socket for as long as it holds that, so that nothing more can be sent."""
+    with RunningDoor(node, options=ChannelOptions(high_water_bytes=64 << 10)) as door:
+        with RawClient(door.path, "owner") as owner, RawClient(door.path) as client:
+            questions = to_frame(ToNode(call=1, counters=channel_pb2.CountersRequest())) * 100
+            client.sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while client.sock.send(questions):
+                    door.turn()
+            client.sock.shutdown(socket.SHUT_RDWR)
+            until_lost(node, owner)
+
+
+def until_lost(node, other):
+    """One connection has been found to be over."""
+    deadline_s = time.monotonic() + HANG_S
+    while not node.registry.snapshot()["cachesvc_channel_lost_total"]:
+        other.ping()
+        assert time.monotonic() < deadline_s
 
 
 # fuzzers: bounded, from fixed seeds

@@ -4,6 +4,7 @@ import contextlib
 import random
 import socket
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -227,6 +228,47 @@ def test_the_other_sides_end_is_told_once(served, ends):
     assert served.exchange.serve() == []
 
 
+def test_the_end_of_a_side_that_never_read_is_told(served, ends):
+    """Its bytes are kept in the socket, so nothing can ever be written: only the end itself is to be seen."""
+    while not served.wire.is_full:
+        served.wire.post(bytes(4096))
+    served.exchange.settle(served.number)
+    assert served.exchange.serve() == []
+    ends[1].shutdown(socket.SHUT_RDWR)
+    assert served.exchange.serve() == [served.number]
+    assert served.wire.error
+    served.exchange.settle(served.number)
+    assert served.exchange.serve() == []
+
+
+def test_room_that_comes_while_the_caller_asks_leaves_no_message_behind(served, ends):
+    """A full wire's messages wait, wherever in between the client reads what it was sent."""
+    ping = channel_pb2.ToNode(call=1, ping=channel_pb2.Ping())
+    ends[1].sendall(to_frame(ping) + to_frame(asked(2, 2)))
+    assert served.exchange.serve() == [served.number]
+    assert served.exchange.next(served.number) == ping.SerializeToString()
+    while not served.wire.is_full:
+        served.wire.post(bytes(4096))
+    num_left = served.wire.num_unsent
+    ends[1].setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while ends[1].recv(1 << 16):
+            pass
+    assert served.exchange.next(served.number) is None
+    served.exchange.settle(served.number)
+    while served.shortcut.last_op == 0:
+        assert served.exchange.serve() == [served.number], f"{num_left} bytes were left, and a message with them"
+        served.exchange.next(served.number)
+        served.exchange.settle(served.number)
+
+
+def test_a_socket_that_cannot_be_watched_is_not_taken_in(served):
+    with pytest.raises(OSError, match="epoll_ctl"):
+        served.exchange.add(Wire(1 << 20, MAX_BYTES, HIGH_WATER), None)
+    with pytest.raises(IndexError):
+        served.exchange.settle(served.number + 1)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_answered_is_what_protobuf_reads(served, ends, seed):
     """Bytes turned over anywhere: an answer is given only to what the full parser would answer alike."""
@@ -301,3 +343,20 @@ def test_the_end_of_the_node_ends_the_waiting(ends):
     theirs.close()
     wire.post(bytes(8))
     assert wire.error
+
+
+@pytest.mark.parametrize("use", ["receive", "next", "flush", "post", "look_up"])
+def test_a_second_thread_is_refused_while_one_waits(ends, use):
+    """The waiting one holds no lock of Python's: both at once would tear the wire's memory apart."""
+    ours, theirs = ends
+    wire = Wire(ours.fileno(), MAX_BYTES, HIGH_WATER)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(wire.look_up(1, 1, KEYS, HANG_S)))
+    waiting.start()
+    assert theirs.recv(1 << 16)  # asked: it waits, or is about to
+    arguments = {"post": (bytes(8),), "look_up": (2, 2, KEYS, HANG_S)}.get(use, ())
+    with pytest.raises(RuntimeError, match="another thread"):
+        getattr(wire, use)(*arguments)
+    theirs.sendall(to_frame(answered()))
+    waiting.join(HANG_S)
+    assert found == [8]
