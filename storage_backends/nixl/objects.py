@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from storage_backends.base import Outcome, Segments
+from storage_backends.errors import StorageConfigError
 from storage_backends.nixl.agent import Agent, Target, TransferFailed
 from storage_backends.nixl.config import OBJECTS
 from storage_backends.per_object import PerObjectBackend
@@ -31,9 +32,14 @@ def open_objects(options: Mapping[str, object]) -> PerObjectBackend:
     """options: those of the S3 backend. Raises StorageConfigError as that one does, and where the plug-in does not
     load."""
     config = S3Config.parse(options, f"nixl, plugin {OBJECTS}")
+    if config.profile is not None:
+        raise StorageConfigError(
+            f"profile={config.profile!r}: the plug-in {OBJECTS} takes none; set AWS_PROFILE, or the keys"
+        )
     check_bucket(config)
-    agent = Agent(OBJECTS, _parameters(config), kind="OBJ")
-    return PerObjectBackend(OBJECT_CAPABILITIES, NixlStore(make_client(config), config, agent), config.connections)
+    client = make_client(config)
+    agent = Agent(OBJECTS, parameters(config, client.meta.region_name), kind="OBJ")
+    return PerObjectBackend(OBJECT_CAPABILITIES, NixlStore(client, config, agent), config.connections)
 
 
 class NixlStore(S3Store):
@@ -81,17 +87,20 @@ def _one(value: np.ndarray[Any, np.dtype[np.uint8]]) -> Segments:
     return Segments.single(np.array([value.ctypes.data], dtype=np.uint64), len(value), value)
 
 
-def _parameters(config: S3Config) -> dict[str, str]:
-    """The plug-in's own; credentials left out come from the chain of the AWS SDK inside it."""
+def parameters(config: S3Config, region: str) -> dict[str, str]:
+    """The plug-in's own, so that it asks where and as boto3 does; credentials left out come from the chain of the AWS
+    SDK inside it."""
+    # boto3 puts the bucket into the host's name for AWS itself, and for others only when it is told to.
+    is_virtual = config.addressing == "virtual" or (config.addressing == "auto" and config.endpoint is None)
     given = {
         "bucket": config.bucket,
-        "region": config.region or "us-east-1",
+        "region": region,
         "access_key": config.access_key_id,
         "secret_key": config.secret_access_key,
         "session_token": config.session_token,
         "endpoint_override": config.endpoint,
         "scheme": None if config.endpoint is None else config.endpoint.partition("://")[0],
-        "use_virtual_addressing": "false" if config.addressing == "path" else "true",
+        "use_virtual_addressing": "true" if is_virtual else "false",
         "req_checksum": "supported" if config.checksums == "on" else "required",
         "ca_bundle": None if config.ca_bundle is None else str(config.ca_bundle),
         "num_threads": str(config.connections),

@@ -23,8 +23,11 @@ from storage_backends.nixl.agent import KEPT_RANGES, Agent, Target, TransferFail
 from storage_backends.nixl.backend import NixlBackend, open_backend
 from storage_backends.nixl.config import NixlConfig
 from storage_backends.nixl.directory import GROUP
+from storage_backends.nixl.objects import parameters
 from storage_backends.registry import INSTALL
+from storage_backends.s3.backend import make_client
 from storage_backends.s3.backend import open_backend as s3_backend
+from storage_backends.s3.config import S3Config
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.helpers.resources import growth, resources
 from tests.helpers.scripted_s3 import ScriptedS3, status, value
@@ -254,6 +257,37 @@ class TestObjects:
             server.add("HEAD", value(bytes(SIZE)))
             server.add("GET", *[status(403, "AccessDenied")] * 4)
             assert backend.get_into(make_ids(1), pages.segments()).tolist() == [Outcome.FAILED]
+
+    @pytest.mark.parametrize("endpoint", [None, "http://store.example:9000", "https://store.example"])
+    @pytest.mark.parametrize("addressing", ["auto", "path", "virtual"])
+    def test_it_asks_where_boto3_does(
+        self, endpoint: str | None, addressing: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-north-1")
+        keys = {"access_key_id": "id", "secret_access_key": "secret"}
+        given = {"bucket": "pages", "addressing": addressing, **keys, **({"endpoint": endpoint} if endpoint else {})}
+        config = S3Config.parse(given)
+        with closing(make_client(config)) as client:
+            url = client.generate_presigned_url("get_object", Params={"Bucket": "pages", "Key": "k"})
+            told = parameters(config, client.meta.region_name)
+        assert told["use_virtual_addressing"] == ("true" if url.split("/")[2].startswith("pages.") else "false")
+        assert told.get("endpoint_override") == endpoint
+        assert told.get("scheme") == (endpoint and url.split(":")[0])
+        assert (told["region"], told["access_key"], told["secret_key"]) == ("eu-north-1", "id", "secret")
+
+    def test_what_else_it_is_told(self, tmp_path: Path) -> None:
+        config = S3Config("pages", session_token="t", ca_bundle=tmp_path, checksums="off", connections=3)
+        told = parameters(config, "here")
+        assert told["session_token"] == "t"
+        assert told["ca_bundle"] == str(tmp_path)
+        assert told["req_checksum"] == "required"
+        assert told["num_threads"] == "3"
+        assert "access_key" not in told
+        assert parameters(S3Config("pages"), "here")["req_checksum"] == "supported"
+
+    def test_a_profile_is_refused_as_the_plugin_would_use_another_one(self) -> None:
+        with pytest.raises(StorageConfigError, match="profile='other': the plug-in OBJ takes none; set AWS_PROFILE"):
+            open_backend({"plugin": "OBJ", "bucket": "pages", "profile": "other"})
 
     def test_missing_boto3_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "storage_backends.nixl.objects", None)
