@@ -35,7 +35,7 @@ PAGE_BYTES = 2 * MODEL.layers * MODEL.page_size * MODEL.heads * MODEL.dim * MODE
 PAGES = 128
 AMOUNT = PAGES * PAGE_BYTES
 MANAGED = "2 GiB"
-NEVER_MS = 60_000
+NEVER_MS = 9000
 
 
 class Side:
@@ -83,7 +83,7 @@ def fresh_keys(number: int, count: int = PAGES) -> list[str]:
 @contextmanager
 def ours(*, keeps_files: bool = False, **extra: Any) -> Iterator[tuple[Side, Daemon]]:
     patience = {"get_timeout_ms": NEVER_MS, "put_timeout_ms": NEVER_MS, "memory_gib": 2.0}
-    with Daemon(managed=MANAGED, keeps_files=keeps_files) as daemon:
+    with Daemon(managed=MANAGED, keeps_files=keeps_files, capacity="8 GiB") as daemon:
         side = Side(media.ours(daemon.address, **{**patience, **extra}))
         try:
             yield side, daemon
@@ -111,11 +111,7 @@ def backup_hot(run: Run) -> Measurement:
         def reference() -> None:
             theirs.put(fresh_keys(next(numbers)))
 
-        def forget() -> None:
-            for file in path.iterdir():
-                file.unlink()
-
-        return paired(run, lambda: mine.put(fresh_keys(next(numbers))), reference, after=forget)
+        return paired(run, lambda: mine.put(fresh_keys(next(numbers))), reference, after=lambda: remove(path))
 
 
 @figure("sglang.prefetch_hot", unit="GB/s", target="ratio>=1", reference="SGLang's file backend, page cache")
@@ -143,6 +139,90 @@ def paired(
         if after is not None:
             after()
     return run.of(rates[0], rates[1])
+
+
+@figure("sglang.backup_bypassed", unit="GB/s", target="ratio>=2", reference="SGLang's file backend, then fsync")
+def backup_bypassed(run: Run) -> Measurement:
+    """Host pool → the disk: until the node's file tier has every page."""
+    numbers = itertools.count()
+    with ours(keeps_files=True) as (mine, daemon), files() as (theirs, path):
+
+        def store() -> None:
+            expected = stored_pages(daemon) + PAGES
+            mine.put(fresh_keys(next(numbers)))
+            while stored_pages(daemon) < expected:
+                os.sched_yield()
+
+        def reference() -> None:
+            theirs.put(fresh_keys(next(numbers)))
+            for file in path.iterdir():
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+
+        return paired(run, store, reference, after=lambda: remove(path))
+
+
+@figure(
+    "sglang.prefetch_bypassed", unit="GB/s", target="ratio>=2", reference="SGLang's file backend, page cache dropped"
+)
+def prefetch_bypassed(run: Run) -> Measurement:
+    """The disk → host pool. Three sets of pages take turns in memory for two, so that each is read from the tier."""
+    sets = [fresh_keys(number) for number in range(3)]
+    turns = itertools.cycle(sets)
+    with ours(keeps_files=True, memory_gib=2 * AMOUNT / 2**30) as (mine, daemon), files() as (theirs, path):
+        for number, keys in enumerate(sets):
+            mine.put(keys)
+            while stored_pages(daemon) < (number + 1) * PAGES:
+                os.sched_yield()
+        theirs.put(sets[0])
+        drop_page_cache(path)
+        return paired(
+            run, lambda: mine.get(next(turns)), lambda: theirs.get(sets[0]), after=lambda: drop_page_cache(path)
+        )
+
+
+def stored_pages(daemon: Daemon) -> int:
+    """Pages that the daemon has written to its tier so far."""
+    lines = daemon.client.get("/metrics").text.splitlines()
+    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("cachesvc_stored_pages_total"))
+
+
+def drop_page_cache(path: Path) -> None:
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def remove(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+
+
+@figure("sglang.hung_first_ms", unit="ms", target="value<=600")
+def hung_first(run: Run) -> Measurement:
+    """The first `batch_exists` at a node that hangs, with the default deadline of 500 ms."""
+    return run.of([hung(run)[0] for _ in range(2)])
+
+
+@figure("sglang.hung_next_ms", unit="ms", target="value<=1")
+def hung_next(run: Run) -> Measurement:
+    """The calls after it."""
+    return run.of(hung(run)[1:])
+
+
+def hung(run: Run) -> list[float]:
+    """Milliseconds of ten calls at a node that was stopped."""
+    keys, took = fresh_keys(1), []
+    with ours(exists_timeout_ms=500) as (mine, daemon):
+        mine.exists(keys)
+        daemon.freeze()
+        for _ in range(10):
+            start = run.clock()
+            assert mine.exists(keys) == 0
+            took.append((run.clock() - start) * 1e3)
+        daemon.thaw()
+    return took
 
 
 @figure("sglang.put_memcpy", unit="GB/s", target="ratio>=0.7", reference="memcpy of the same bytes")

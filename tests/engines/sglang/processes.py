@@ -24,7 +24,9 @@ class Daemon(ServingProcess):
     It runs the installed package, wherever the tests lie: nothing is added to its import path.
     """
 
-    def __init__(self, *flags: str, managed: str | None = "256 MiB", keeps_files: bool = False) -> None:
+    def __init__(
+        self, *flags: str, managed: str | None = "256 MiB", keeps_files: bool = False, capacity: str = "256 MiB"
+    ) -> None:
         # Short, as paths of Unix sockets must be.
         self.folder = Path(tempfile.mkdtemp(prefix="cs"))
         self.socket = self.folder / "n.sock"
@@ -34,7 +36,7 @@ class Daemon(ServingProcess):
             "CACHESVC_CHANNEL_SOCKET": str(self.socket),
         }
         self.pages = self.folder / "pages"
-        options = {"path": str(self.pages), "capacity_bytes": "256 MiB"}
+        options = {"path": str(self.pages), "capacity_bytes": capacity}
         tiers = [{"backend": "file", "options": options}] if keeps_files else []
         memory = () if managed is None else ("--memory.managed-bytes", managed)
         command = [*COMMAND, "up", *DOORS, *memory, "--tier", json.dumps(tiers), *flags]
