@@ -288,15 +288,19 @@ def test_a_client_that_asks_and_closes_is_gone(node, door, first):
 
 def test_a_client_that_never_read_and_shuts_down_is_gone(node):
     """What it has not read stays in its socket for as long as it holds that, so that nothing more can be sent."""
-    with RunningDoor(node, options=ChannelOptions(high_water_bytes=64 << 10)) as door:
-        with RawClient(door.path, "owner") as owner, RawClient(door.path) as client:
-            questions = to_frame(ToNode(call=1, counters=channel_pb2.CountersRequest())) * 100
-            client.sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while client.sock.send(questions):
-                    door.turn()
-            client.sock.shutdown(socket.SHUT_RDWR)
-            until_lost(node, owner)
+    options = ChannelOptions(high_water_bytes=64 << 10)
+    with (
+        RunningDoor(node, options=options) as door,
+        RawClient(door.path, "owner") as owner,
+        RawClient(door.path) as client,
+    ):
+        questions = to_frame(ToNode(call=1, counters=channel_pb2.CountersRequest())) * 100
+        client.sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while client.sock.send(questions):
+                door.turn()
+        client.sock.shutdown(socket.SHUT_RDWR)
+        until_lost(node, owner)
 
 
 def until_lost(node, other):
