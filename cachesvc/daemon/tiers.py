@@ -18,8 +18,8 @@ from storage_backends.errors import StorageConfigError, StorageError
 from storage_backends.layers.expiry import ExpiryLayer
 from storage_backends.registry import WITHOUT_SERVICE, look_at_backend, open_backend
 
-OPEN_S = 4.0
-"""How long a tier may take to open, the loading of its libraries included."""
+OPEN_S = 20.0
+"""How long a tier may take to open, the loading of its libraries included: seconds on a busy machine."""
 ANSWER_S = 2.0
 """How long it may take to answer a first question, or to close after a wrong answer."""
 

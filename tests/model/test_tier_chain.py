@@ -153,6 +153,20 @@ class TierChainMachine(RuleBasedStateMachine):
             assert self.tiers.known(IDS).tolist() == self.tiers.probe(IDS).tolist() == held
 
     @invariant()
+    def what_waits_is_in_order(self):
+        """Of each eviction the last to leave first: the beginning of a prefix."""
+        if hasattr(self, "node"):
+            numbers = {row.tobytes(): number for number, row in enumerate(IDS)}
+            waiting = [
+                [
+                    numbers[row.tobytes()] if is_wanted else None
+                    for row, is_wanted in zip(one.ids, one.is_wanted, strict=True)
+                ]
+                for one in self.tiers.way_down._all
+            ]
+            assert waiting == self.waiting
+
+    @invariant()
     def what_left_is_demoted_or_counted(self):
         if not hasattr(self, "node"):
             return
