@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "node.sock"
 SCHEME = "unix://"
+MAX_PATH_BYTES = 107
+"""Of a Unix socket's path."""
 CONNECT_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 1.0
 
@@ -36,10 +38,14 @@ def default_socket_path() -> Path:
 
 
 def socket_path_of(address: str) -> Path:
-    """The path in a `unix://` address. ValueError: it is none, or the path is not absolute."""
+    """The path in a `unix://` address. ValueError: it is none, the path is not absolute, or no socket can have it."""
     path = Path(address.removeprefix(SCHEME))
     if not address.startswith(SCHEME) or not path.is_absolute():
         raise ValueError(f"address {address!r}: expected private, auto or unix:///path/of/the/socket")
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(f"address {address!r}: a socket's path has {MAX_PATH_BYTES} bytes at most")
+    if "\0" in address:
+        raise ValueError(f"address {address!r}: a path has no zero byte")
     return path
 
 

@@ -6,7 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-MAX_PATH_BYTES = 107
+from cachesvc.client.connect import MAX_PATH_BYTES
+
 _BACKLOG = 1024
 
 

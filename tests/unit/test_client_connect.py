@@ -36,6 +36,18 @@ def test_an_address_is_a_path():
             socket_path_of(address)
 
 
+def test_a_path_that_no_socket_can_have_is_no_address():
+    longest = f"unix:///{'a' * (connect.MAX_PATH_BYTES - 1)}"
+    assert socket_path_of(longest)
+    for address, why in (
+        (f"{longest}a", "107 bytes"),
+        (f"{longest[:-1]}é", "107 bytes"),
+        ("unix:///a\0b", "zero byte"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            socket_path_of(address)
+
+
 def test_whoever_is_wanted_is_dialled(door, monkeypatch):
     monkeypatch.setattr(connect, "default_socket_path", lambda: door.path)
     assert dial_of("private") is None
