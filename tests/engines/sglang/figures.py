@@ -107,6 +107,7 @@ def backup_hot(run: Run) -> Measurement:
     """Host pool → the node's memory."""
     numbers = itertools.count()
     with ours() as (mine, _), files() as (theirs, path):
+        touch_frames(mine, numbers)
 
         def reference() -> None:
             theirs.put(fresh_keys(next(numbers)))
@@ -122,6 +123,12 @@ def prefetch_hot(run: Run) -> Measurement:
         mine.put(keys)
         theirs.put(keys)
         return paired(run, lambda: mine.get(keys), lambda: theirs.get(keys))
+
+
+def touch_frames(mine: Side, numbers: Iterator[int]) -> None:
+    """Every frame of 2 GiB has been written once."""
+    for _ in range(9):
+        mine.put(fresh_keys(next(numbers)))
 
 
 def paired(
@@ -231,8 +238,7 @@ def put_memcpy(run: Run) -> Measurement:
     numbers = itertools.count()
     source, target = np.ones(AMOUNT, np.uint8), np.ones(AMOUNT, np.uint8)
     with ours() as (mine, _):
-        for _ in range(9):  # every frame has been written once
-            mine.put(fresh_keys(next(numbers)))
+        touch_frames(mine, numbers)
         return paired(run, lambda: mine.put(fresh_keys(next(numbers))), lambda: np.copyto(target, source))
 
 
