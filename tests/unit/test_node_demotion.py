@@ -1,5 +1,7 @@
 """Pages that one tier gives up for the room of others go to the tier below that waits for them."""
 
+import threading
+
 import numpy as np
 import pytest
 from cachekernels.pages import object_ids
@@ -8,6 +10,7 @@ from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tier import Codec, Tier, TierOptions, WriteMode
 from cachesvc.node.tiers import demotions
+from cachesvc.node.way_down import MovingPages, WayDown
 from cachesvc.outcomes import Undemoted
 from storage_backends.base import Outcome, Segments, outcomes
 from storage_backends.errors import StorageUnavailable
@@ -17,7 +20,17 @@ from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.registry import open_backend
 from tests.helpers.lost_memory import LostMemory
-from tests.oracles.pages import IDENTITY, PAGE_BYTES, Engine, ScriptedBackend, chain, memory_backend, page, run_all
+from tests.oracles.pages import (
+    HANG_S,
+    IDENTITY,
+    PAGE_BYTES,
+    Engine,
+    ScriptedBackend,
+    chain,
+    memory_backend,
+    page,
+    run_all,
+)
 
 THROUGH = TierOptions()
 ON_EVICT = TierOptions(write_mode=WriteMode.ON_EVICT)
@@ -228,6 +241,26 @@ def test_a_page_that_leaves_while_it_is_deleted_does_not_come_back(make):
     run_all(world.node)
     assert world.held(world.far, PAGES[0]) == 0
     assert world.undemoted() == {"deleted": 4}
+
+
+def test_a_delete_waits_for_a_write_that_is_under_way():
+    way, ids, order = WayDown(), object_ids(PAGES[0]), []
+    pages = MovingPages(1, IDENTITY.namespace(), ids, np.zeros((4, PAGE_BYTES), np.uint8))
+    way.put(pages)
+    assert way.begin(pages)
+
+    def delete():
+        with way.without(ids[:1]) as held:
+            assert held.all()
+            order.append("deleted")
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    deleting.join(0.05)  # it would be over by then, did it not wait
+    order.append("written")
+    way.end(pages)
+    deleting.join(HANG_S)
+    assert order == ["written", "deleted"]
 
 
 def test_a_page_on_its_way_is_found_and_delivered(make):
