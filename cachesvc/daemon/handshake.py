@@ -173,9 +173,14 @@ class Handshake:
         finally:
             for fd in opened.fds:
                 os.close(fd)
-        self._is_handed_over = True
         self._desk.handshakes.discard(self)  # one client is not to count twice
-        Connection(self._desk, opened.handler, self._sock, self._peer)
+        try:
+            Connection(self._desk, opened.handler, self._sock, self._peer)
+        except OSError as error:  # nobody else knows of this session
+            logger.warning("channel: the connection of %s cannot be watched: %s", self._who, error)
+            opened.handler.lost()
+            raise
+        self._is_handed_over = True
 
     def _who_is_there(self) -> channel_pb2.Welcome:
         return channel_pb2.Welcome(boot_id=self._desk.boot_id, versions=codec.versions(), pid=os.getpid())

@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from cachekernels.wires import Exchange
 
 from cachesvc.client.base import AttachRefused, AttachRequest, NodeAway
 from cachesvc.client.greeting import greet, new_hello
@@ -393,6 +394,21 @@ def test_a_bug_in_opening_is_a_refusal(node, door, monkeypatch):
     with pytest.raises(AttachRefused, match="a bug") as refused:
         RawClient(door.path)
     assert refused.value.result is AttachResult.REFUSED_FAILED
+
+
+def test_a_connection_that_cannot_be_watched_is_a_lost_session(node, door, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "too many watches")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Exchange, "add", full)
+        client = RawClient(door.path, "g")
+        with client, pytest.raises((NodeAway, OSError)):
+            client.ping()
+    assert "too many watches" in caplog.text
+    assert all(session.is_lost for session in node.report().sessions)  # its engine may come back with the region
+    with RawClient(door.path, "g") as client:
+        client.ping()
 
 
 def test_without_descriptors_accepting_pauses_and_goes_on(node, door):
