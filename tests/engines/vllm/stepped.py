@@ -186,6 +186,18 @@ class SteppedEngine:
         self.settle()
         assert self._engine.reset_prefix_cache(), f"{self.held_blocks()} blocks are still held"
 
+    def has_node_work(self) -> bool:
+        """Something is being read from storage or written to it; `check` looks for forgotten locks when nothing is."""
+        core = self.connector._half._core
+        assert core is not None, "the cache is off"
+        return bool(core._reads.num_pending or core._backup.num_storing)
+
+    def reset(self, *, is_deep: bool) -> None:
+        """The prefixes on the device, and `is_deep`: those below. Requests that run begin anew, which vLLM cannot make
+        those do that wait for a load: then it is done as far as their blocks allow."""
+        is_loading = any(one.status.name == "WAITING_FOR_REMOTE_KVS" for one in self.scheduler.requests.values())
+        self._engine.reset_prefix_cache(reset_running_requests=not is_loading, reset_connector=is_deep)
+
     def forget_all(self) -> bool:
         """The prefixes below the device too; whether it was done."""
         self.settle()
