@@ -20,6 +20,7 @@ from storage_backends.registry import known_backends
 WHERE = "kv_connector_extra_config"
 DEFAULT_HOST_RATIO = 2.0
 MAX_GROUP = 200
+MAX_FRAMES = 2**31 - 1
 
 Count = Annotated[int, Field(strict=True, ge=0, le=2**31)]
 Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
@@ -104,16 +105,17 @@ class ConnectorConfig(BaseModel):
         return self
 
     def num_host_frames(self, num_device_blocks: int, frame_bytes: int) -> int:
-        """Frames of host memory for an engine with that many blocks. ConfigError: not even one fits."""
+        """Frames of host memory for an engine with that many blocks. ConfigError: not even one fits, or more than can
+        be numbered."""
         if self.host_size_gib is None:
             ratio = DEFAULT_HOST_RATIO if self.host_ratio is None else self.host_ratio
-            return max(1, int(num_device_blocks * ratio))
+            return _numbered("host_ratio", ratio, max(1, int(num_device_blocks * ratio)))
         num_frames = int(self.host_size_gib * 2**30) // frame_bytes
         if num_frames < 1:
             raise ConfigError(
                 f"{WHERE}: host_size_gib={self.host_size_gib:g} holds no page: one has {frame_bytes} bytes"
             )
-        return num_frames
+        return _numbered("host_size_gib", self.host_size_gib, num_frames)
 
     def cache_config(self, page_size: int, num_host_frames: int, default_group: str) -> CacheConfig:
         """The same as what caches of this repository are built from."""
@@ -133,6 +135,13 @@ class ConnectorConfig(BaseModel):
             node_address=self.address,
             group=self.group or default_group,
         )
+
+
+def _numbered(key: str, value: float, num_frames: int) -> int:
+    """`num_frames`, if that many can be."""
+    if num_frames > MAX_FRAMES:
+        raise ConfigError(f"{WHERE}: {key}={value:g} is too much: {num_frames} pages, of at most {MAX_FRAMES}")
+    return num_frames
 
 
 def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:

@@ -140,3 +140,9 @@ def test_one_rank_is_enough_for_an_engine_of_one_rank() -> None:
 def test_ranks_that_disagree_about_an_op_are_a_bug() -> None:
     with pytest.raises(ValueError, match="differ in length: 1 and 2 pages"):
         result(True).merge(result(True, True))
+
+
+@pytest.mark.parametrize("given", [{"host_size_gib": 2**29}, {"host_ratio": 1e6}])
+def test_more_pages_than_can_be_numbered_are_refused_by_key(given):
+    with pytest.raises(ConfigError, match=f"{next(iter(given))}=.* is too much"):
+        parse_config(given).num_host_frames(10_000, 4096)
