@@ -65,6 +65,9 @@ class Storage:
 class CacheRig:
     """`with` it. core: the tree, "python" or "rust". device_pages, host_pages: how many pages each pool holds."""
 
+    components: tuple[ComponentType, ...] = (ComponentType.FULL,)
+    window_tokens: int | None = None
+
     def __init__(
         self,
         model: Model,
@@ -111,9 +114,7 @@ class CacheRig:
         )
         set_global_server_args_for_scheduler(self.server_args)
         self.device = self._device_pool(device_pages * model.page_size)
-        self.allocator = PagedTokenToKVPoolAllocator(
-            device_pages * model.page_size, model.page_size, model.dtype, "cpu", self.device, need_sort=False
-        )
+        self.allocator = self._allocator(device_pages * model.page_size)
         self._tp_group = groups[0] if groups else None
         self.cache = self._cache()
         try:
@@ -144,6 +145,14 @@ class CacheRig:
             return MLATokenToKVPool(kv_lora_rank=model.dim, qk_rope_head_dim=model.dim // 2, **common)
         return MHATokenToKVPool(head_num=model.heads, head_dim=model.dim, **common)
 
+    def _allocator(self, tokens: int) -> Any:
+        model = self.model
+        return PagedTokenToKVPoolAllocator(tokens, model.page_size, model.dtype, "cpu", self.device, need_sort=False)
+
+    def _slots(self, count: int) -> torch.Tensor | None:
+        """Device slots of whole pages."""
+        return self.allocator.alloc(count)
+
     def _cache(self) -> UnifiedRadixCache:
         from sglang.srt.environ import envs
 
@@ -152,7 +161,8 @@ class CacheRig:
             token_to_kv_pool_allocator=self.allocator,
             page_size=self.model.page_size,
             disable=False,
-            tree_components=(ComponentType.FULL,),
+            sliding_window_size=self.window_tokens,
+            tree_components=self.components,
             is_eagle=self.model.is_eagle,
             tp_cache_group=self._tp_group,
         )
@@ -169,7 +179,7 @@ class CacheRig:
         Returns when the write policy's copies to host memory and the backup to storage are over."""
         key = self._key(tokens, scope)
         count = len(key)
-        slots = self.allocator.alloc(count)
+        slots = self._slots(count)
         assert slots is not None, "device pool full"
         self._rows_to_device(slots, kv[:count])
         self.cache.insert(InsertParams(key=key, value=slots))
@@ -231,8 +241,8 @@ class CacheRig:
             request = SimpleNamespace(
                 rid="load",
                 last_node=found.last_device_node,
-                swa_host_hit_length=0,
-                mamba_host_hit_length=0,
+                swa_host_hit_length=found.swa_host_hit_length,
+                mamba_host_hit_length=found.mamba_host_hit_length,
                 kv=SimpleNamespace(mamba_pool_idx=None),
             )
             cache.init_load_back(
@@ -252,10 +262,13 @@ class CacheRig:
 
     def lose_page(self, tokens: Sequence[int], index: int) -> None:
         """Storage loses this rank's page `index` of `tokens`."""
+        self.storage_loses(self.page_hashes(tokens)[index])
+
+    def page_hashes(self, tokens: Sequence[int]) -> list[str]:
+        """SGLang's, of the whole pages of `tokens`."""
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-        page_hash = get_storage_hash_str(self._key(tokens, {}), None, page_size=self.model.page_size)[index]
-        self.storage_loses(page_hash)
+        return get_storage_hash_str(self._key(tokens, {}), None, page_size=self.model.page_size)
 
     def storage_loses(self, page_hash: str) -> None:
         backend = self.controller.storage_backend

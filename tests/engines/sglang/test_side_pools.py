@@ -1,0 +1,83 @@
+"""A second pool beside the KV pool, by SGLang's interface v2: the real tree and controller of a sliding-window model.
+
+A prefix is restored when every page of its full layers and the last window of its others are there, and not otherwise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.engines.sglang import media
+from tests.engines.sglang.processes import Daemon
+from tests.engines.sglang.rig import Model, Storage, kv_of
+from tests.engines.sglang.swa_rig import SwaRig
+
+MODEL = Model(layers=4)
+TOKENS = list(range(1000, 1000 + 6 * 16 + 5))
+KV = kv_of(MODEL, TOKENS)
+SWA = "swa"
+
+
+@pytest.fixture
+def storage(request: pytest.FixtureRequest, shared_daemon: Daemon) -> Storage:
+    return media.ours(shared_daemon.address, model_revision=request.node.nodeid)
+
+
+def _check_device(rig: SwaRig, num_tokens: int) -> None:
+    """The device has the first tokens: all rows of full layers, the last window of the others."""
+    rows, expected = rig.on_device(TOKENS), KV[:num_tokens]
+    assert len(rows) == num_tokens
+    assert np.array_equal(rows[:, 1::2], expected[:, 1::2]), "full layers"
+    in_window = slice(-SwaRig.window_tokens, None)
+    assert np.array_equal(rows[in_window, ::2], expected[in_window, ::2]), "window layers"
+    rig.check()
+
+
+def _lose_window_pages(rig: SwaRig, pages: slice) -> None:
+    """Storage loses pages of the window pool alone."""
+    core = rig.controller.storage_backend._core
+    store = core._pools.pool(SWA)
+    assert store is not None
+    hashes = rig.page_hashes(TOKENS)[pages]
+    assert store.delete(hashes, core.gate.deadline("delete")).any()
+
+
+@pytest.mark.parametrize("core", ["rust", "python"])
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_every_byte_of_both_pools_comes_back(layout: str, core: str, storage: Storage) -> None:
+    model = Model(layers=4, layout=layout)
+    with SwaRig(model, storage, core=core) as rig:
+        rig.compute(TOKENS, KV)
+        rig.forget()
+        assert rig.match(TOKENS).device_prefix_len == 0
+        assert rig.fetch(TOKENS) == 96
+        assert rig.load(TOKENS) == 96
+        _check_device(rig, 96)
+    with SwaRig(model, storage, core=core) as successor:
+        assert successor.fetch(TOKENS) == 96, "an engine that is started anew"
+        successor.load(TOKENS)
+        _check_device(successor, 96)
+
+
+def test_a_prefix_whose_window_is_lost_is_not_restored(storage: Storage) -> None:
+    with SwaRig(MODEL, storage) as rig:
+        rig.compute(TOKENS, KV)
+        _lose_window_pages(rig, slice(None))
+        rig.forget()
+        assert rig.fetch(TOKENS) == 0
+        assert rig.load(TOKENS) == 0
+        rig.check()
+        rig.compute(TOKENS, KV)
+        rig.forget()
+        assert rig.fetch(TOKENS) == 96, "computed and stored again"
+
+
+def test_a_prefix_ends_where_its_window_is_whole(storage: Storage) -> None:
+    with SwaRig(MODEL, storage) as rig:
+        rig.compute(TOKENS, KV)
+        _lose_window_pages(rig, slice(5, 6))
+        rig.forget()
+        assert rig.fetch(TOKENS) == 80
+        assert rig.load(TOKENS) == 80
+        _check_device(rig, 80)
