@@ -166,6 +166,7 @@ class ManagedVerb(StrEnum):
 
     PUT = "put"
     GET = "get"
+    HOLD = "hold"
     CONTAINS = "contains"
     DELETE = "delete"
     CLEAR = "clear"

@@ -44,6 +44,7 @@ from cachesvc.client.store_arguments import (
     page_memory,
 )
 from cachesvc.client.store_connection import ReconnectInCall, StoreConnection
+from cachesvc.client.store_hold import PageHold
 from cachesvc.client.store_link import NodeSilent, StoreLink
 from cachesvc.identity import store_keys
 from cachesvc.node.store_sessions import StoreRequest
@@ -162,6 +163,31 @@ class Store:
 
         return self._run(len(keys), one, timeout_s, lambda link: link.max_pages)
 
+    def hold(self, keys: Keys, *, timeout_s: float | None = None) -> PageHold:
+        """Keeps the first pages as they are until they are released: those in the node's memory, up to one that is not.
+        No tier is asked and nothing is copied, so that the answer is one round trip away.
+
+        `outcomes` of the hold: OK, then MISS; THROTTLED are pages beyond half of the memory, which is what one client
+        may hold. A later call that fails ends the connection, and with it every hold: `is_kept` tells.
+        """
+        check_keys(keys)
+        hold = PageHold(len(keys), self.page_bytes, self._give_back)
+
+        def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
+            if hold.num_pages < part.start:
+                return outcomes(part.stop - part.start, Outcome.MISS)
+            asked = managed_pb2.ToStore(hold=managed_pb2.Hold(keys=keys[part].tobytes()))
+            found = _said(link.ask(asked, deadline_s), "found").found
+            results, frames = store_codec.outcomes_of(found.outcomes, part.stop - part.start), frames_of(found.frames)
+            generations = store_codec.generations_of(found.generations)
+            if not len(frames) == len(generations) == np.count_nonzero(results == Outcome.OK):
+                raise LinkBroken(f"the node holds {len(frames)} frames, {len(generations)} generations")
+            hold.add(link, asked.call, frames, generations)
+            return results
+
+        hold.outcomes = self._run(len(keys), one, timeout_s, lambda link: link.max_keys)
+        return hold
+
     def contains(self, keys: Keys, *, timeout_s: float | None = None) -> Outcomes:
         """OK where the page can be had now, from memory or a tier, else MISS. It may be gone a moment later."""
         check_keys(keys)
@@ -207,6 +233,17 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _give_back(self, link: StoreLink, calls: list[int]) -> None:
+        """Calls that hold pages hold them no longer."""
+        with self._lock:
+            if link.is_closed:  # they went with it
+                return
+            try:
+                for call in calls:
+                    link.tell(managed_pb2.ToStore(release=managed_pb2.Release(found=call)))
+            except LinkBroken as error:
+                self._connection.drop(str(error))
 
     # ---- one call
 

@@ -41,6 +41,7 @@ class StoreLink:
         max_bytes = welcome.limits.max_message_bytes
         self._link = Link(greeted.sock, max_bytes, 2 * max_bytes)
         self._call = 0
+        self.is_closed = False
 
     def ask(self, message: managed_pb2.ToStore, deadline_s: float) -> managed_pb2.FromStore:
         """Sends a call and waits for its answer; numbers the message. LinkBroken, NodeSilent; BadMessage: the answer
@@ -73,6 +74,7 @@ class StoreLink:
 
     def close(self) -> None:
         """Drops the connection and unmaps the slab. Idempotent."""
+        self.is_closed = True
         self._link.close()
         self.region.close()
 

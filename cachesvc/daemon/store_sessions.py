@@ -55,6 +55,7 @@ class StoreHandler(SessionHandler):
             "reserve": self._reserve,
             "commit": self._commit,
             "get": self._get,
+            "hold": self._hold,
             "release": self._release,
             "contains": self._contains,
             "delete": self._delete,
@@ -119,6 +120,10 @@ class StoreHandler(SessionHandler):
 
     def _get(self, message: managed_pb2.ToStore, port: Port) -> None:
         self._session.get(message.call, *store_codec.pages_of(message.get))
+        self._answer(port)
+
+    def _hold(self, message: managed_pb2.ToStore, port: Port) -> None:
+        self._session.hold(message.call, codec.keys_of(message.hold.keys))
         self._answer(port)
 
     def _release(self, message: managed_pb2.ToStore, port: Port) -> None:

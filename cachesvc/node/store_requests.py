@@ -272,6 +272,26 @@ class Read(Lookup):
         self._hold(np.flatnonzero((self.frames < 0) & (self.outcomes == Outcome.OK)))
 
 
+class Hold(Read):
+    """The first of n pages, as far as memory has them, held like those of a read. At most `max_pages` of them."""
+
+    verb = ManagedVerb.HOLD
+
+    def __init__(self, session: StoreSession, call: int, keys: Keys, max_pages: int) -> None:
+        super().__init__(session, call, keys, np.zeros(len(keys), np.uint32))
+        self._max_pages = max_pages
+
+    def start(self) -> None:
+        slab = self.session.slab
+        is_missing = slab.find(self.keys)[0] < 0
+        num_there = int(is_missing.argmax()) if is_missing.any() else len(is_missing)
+        held = np.arange(min(num_there, self._max_pages))
+        self._hold(held)
+        slab.table.touch(self.frames[held])
+        self.outcomes[len(held) : num_there] = Outcome.THROTTLED
+        self._end()
+
+
 class Deletion:
     """Pages that are leaving slab and tiers. What was begun is finished, whoever leaves: a page that is half deleted
     would come back."""

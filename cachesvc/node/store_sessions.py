@@ -31,6 +31,7 @@ from cachesvc.node.store_requests import (
     Found,
     Grant,
     Held,
+    Hold,
     Lookup,
     OneAnswer,
     Read,
@@ -136,9 +137,23 @@ class StoreSession:
             read = self._reads[call] = Read(self, call, keys, depths)
             read.start()
 
+    def hold(self, call: int, keys: Keys) -> None:
+        """Finds pages in memory alone, from the first key up to one that is not there. Answer: Found, at once; where it
+        found any, `release` ends it. THROTTLED are pages that are there and more than this client may hold."""
+        keys = self._check_keys(call, keys, self.max_keys)
+        with self.slab.parts.state:
+            reason = self._why_not(0)
+            if reason is not None:
+                results, frames = self._none(len(keys), reason)
+                self._count(ManagedVerb.HOLD, results)
+                self._tell(Found(call, results, frames, np.empty(0, np.uint64)))
+                return
+            hold = self._reads[call] = Hold(self, call, keys, max_pages=self.max_held_pages - self._num_held())
+            hold.start()
+
     def release(self, found: int) -> None:
-        """Gives back what a `get` found, or gives it up before its answer. No answer. A call that holds nothing, any
-        more or at all, is left alone."""
+        """Gives back what a `get` or `hold` found, or gives it up before its answer. No answer. A call that holds
+        nothing, any more or at all, is left alone."""
         with self.slab.parts.state:
             read = self._reads.pop(found, None)
             if read is not None:
@@ -269,10 +284,14 @@ class StoreSession:
         if self.slab.is_draining:
             return Outcome.UNAVAILABLE
         num_requests = len(self._grants) + len(self._reads) + len(self._lookups) + len(self._deletions)
-        num_granted = sum(len(grant.frames) for grant in self._grants.values())
-        num_held = num_granted + sum(read.num_frames() for read in self._reads.values())
-        is_over = num_requests >= self.slab.parts.options.max_ops or num_held + num_pages > self.max_held_pages
+        has_too_many = num_requests >= self.slab.parts.options.max_ops
+        is_over = has_too_many or self._num_held() + num_pages > self.max_held_pages
         return Outcome.THROTTLED if is_over else None
+
+    def _num_held(self) -> int:
+        """Frames that cannot be used for anything else because of this client."""
+        num_granted = sum(len(grant.frames) for grant in self._grants.values())
+        return num_granted + sum(read.num_frames() for read in self._reads.values())
 
     def _none(self, count: int, reason: Outcome) -> tuple[Outcomes, I32]:
         return outcomes(count, reason), NO_FRAMES

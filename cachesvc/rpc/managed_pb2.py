@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cachesvc.rpc import common_pb2 as cachesvc_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x61\x63hesvc/v1/managed.proto\x12\x0b\x63\x61\x63hesvc.v1\x1a\x18\x63\x61\x63hesvc/v1/common.proto\"\x8f\x01\n\tOpenStore\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x1b\n\x13previous_session_id\x18\x05 \x01(\x04\x12\x18\n\x10previous_boot_id\x18\x06 \x01(\x0c\"F\n\x0bStoreOpened\x12\x12\n\nnum_frames\x18\x01 \x01(\x04\x12\x11\n\tmax_pages\x18\x02 \x01(\r\x12\x10\n\x08max_keys\x18\x03 \x01(\r\"\xd5\x02\n\x07ToStore\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\'\n\x07reserve\x18\n \x01(\x0b\x32\x14.cachesvc.v1.ReserveH\x00\x12%\n\x06\x63ommit\x18\x0b \x01(\x0b\x32\x13.cachesvc.v1.CommitH\x00\x12\x1f\n\x03get\x18\x0c \x01(\x0b\x32\x10.cachesvc.v1.GetH\x00\x12\'\n\x07release\x18\r \x01(\x0b\x32\x14.cachesvc.v1.ReleaseH\x00\x12)\n\x08\x63ontains\x18\x0e \x01(\x0b\x32\x15.cachesvc.v1.ContainsH\x00\x12%\n\x06\x64\x65lete\x18\x0f \x01(\x0b\x32\x13.cachesvc.v1.DeleteH\x00\x12#\n\x05leave\x18\x10 \x01(\x0b\x32\x12.cachesvc.v1.LeaveH\x00\x12#\n\x05\x63lear\x18\x11 \x01(\x0b\x32\x12.cachesvc.v1.ClearH\x00\x42\x06\n\x04\x62ody\"\'\n\x07Reserve\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64\x65pths\x18\x02 \x01(\x0c\"+\n\x06\x43ommit\x12\x10\n\x08reserved\x18\x01 \x01(\x04\x12\x0f\n\x07written\x18\x02 \x01(\x0c\"#\n\x03Get\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64\x65pths\x18\x02 \x01(\x0c\"\x18\n\x07Release\x12\r\n\x05\x66ound\x18\x01 \x01(\x04\"\x18\n\x08\x43ontains\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\x16\n\x06\x44\x65lete\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\x07\n\x05\x43lear\"\x07\n\x05Leave\"\xdf\x02\n\tFromStore\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12)\n\x08reserved\x18\n \x01(\x0b\x32\x15.cachesvc.v1.ReservedH\x00\x12*\n\tcommitted\x18\x0b \x01(\x0b\x32\x15.cachesvc.v1.OutcomesH\x00\x12#\n\x05\x66ound\x18\x0c \x01(\x0b\x32\x12.cachesvc.v1.FoundH\x00\x12%\n\x04held\x18\r \x01(\x0b\x32\x15.cachesvc.v1.OutcomesH\x00\x12(\n\x07\x64\x65leted\x18\x0e \x01(\x0b\x32\x15.cachesvc.v1.OutcomesH\x00\x12#\n\x05\x65rror\x18\x0f \x01(\x0b\x32\x12.cachesvc.v1.ErrorH\x00\x12!\n\x04left\x18\x10 \x01(\x0b\x32\x11.cachesvc.v1.LeftH\x00\x12\'\n\x07\x63leared\x18\x11 \x01(\x0b\x32\x14.cachesvc.v1.ClearedH\x00\x42\x06\n\x04\x62ody\",\n\x08Reserved\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66rames\x18\x02 \x01(\x0c\"\x06\n\x04Left\"-\n\x07\x43leared\x12\x0f\n\x07outcome\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\x04\"\x1c\n\x08Outcomes\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\">\n\x05\x46ound\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66rames\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63\x61\x63hesvc/v1/managed.proto\x12\x0b\x63\x61\x63hesvc.v1\x1a\x18\x63\x61\x63hesvc/v1/common.proto\"\x8f\x01\n\tOpenStore\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x04\x12\x1b\n\x13previous_session_id\x18\x05 \x01(\x04\x12\x18\n\x10previous_boot_id\x18\x06 \x01(\x0c\"F\n\x0bStoreOpened\x12\x12\n\nnum_frames\x18\x01 \x01(\x04\x12\x11\n\tmax_pages\x18\x02 \x01(\r\x12\x10\n\x08max_keys\x18\x03 \x01(\r\"\xf8\x02\n\x07ToStore\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12\'\n\x07reserve\x18\n \x01(\x0b\x32\x14.cachesvc.v1.ReserveH\x00\x12%\n\x06\x63ommit\x18\x0b \x01(\x0b\x32\x13.cachesvc.v1.CommitH\x00\x12\x1f\n\x03get\x18\x0c \x01(\x0b\x32\x10.cachesvc.v1.GetH\x00\x12\'\n\x07release\x18\r \x01(\x0b\x32\x14.cachesvc.v1.ReleaseH\x00\x12)\n\x08\x63ontains\x18\x0e \x01(\x0b\x32\x15.cachesvc.v1.ContainsH\x00\x12%\n\x06\x64\x65lete\x18\x0f \x01(\x0b\x32\x13.cachesvc.v1.DeleteH\x00\x12#\n\x05leave\x18\x10 \x01(\x0b\x32\x12.cachesvc.v1.LeaveH\x00\x12#\n\x05\x63lear\x18\x11 \x01(\x0b\x32\x12.cachesvc.v1.ClearH\x00\x12!\n\x04hold\x18\x14 \x01(\x0b\x32\x11.cachesvc.v1.HoldH\x00\x42\x06\n\x04\x62ody\"\'\n\x07Reserve\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64\x65pths\x18\x02 \x01(\x0c\"+\n\x06\x43ommit\x12\x10\n\x08reserved\x18\x01 \x01(\x04\x12\x0f\n\x07written\x18\x02 \x01(\x0c\"#\n\x03Get\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06\x64\x65pths\x18\x02 \x01(\x0c\"\x14\n\x04Hold\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\x18\n\x07Release\x12\r\n\x05\x66ound\x18\x01 \x01(\x04\"\x18\n\x08\x43ontains\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\x16\n\x06\x44\x65lete\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"\x07\n\x05\x43lear\"\x07\n\x05Leave\"\xdf\x02\n\tFromStore\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12)\n\x08reserved\x18\n \x01(\x0b\x32\x15.cachesvc.v1.ReservedH\x00\x12*\n\tcommitted\x18\x0b \x01(\x0b\x32\x15.cachesvc.v1.OutcomesH\x00\x12#\n\x05\x66ound\x18\x0c \x01(\x0b\x32\x12.cachesvc.v1.FoundH\x00\x12%\n\x04held\x18\r \x01(\x0b\x32\x15.cachesvc.v1.OutcomesH\x00\x12(\n\x07\x64\x65leted\x18\x0e \x01(\x0b\x32\x15.cachesvc.v1.OutcomesH\x00\x12#\n\x05\x65rror\x18\x0f \x01(\x0b\x32\x12.cachesvc.v1.ErrorH\x00\x12!\n\x04left\x18\x10 \x01(\x0b\x32\x11.cachesvc.v1.LeftH\x00\x12\'\n\x07\x63leared\x18\x11 \x01(\x0b\x32\x14.cachesvc.v1.ClearedH\x00\x42\x06\n\x04\x62ody\",\n\x08Reserved\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66rames\x18\x02 \x01(\x0c\"\x06\n\x04Left\"-\n\x07\x43leared\x12\x0f\n\x07outcome\x18\x01 \x01(\r\x12\x11\n\tnum_pages\x18\x02 \x01(\x04\"\x1c\n\x08Outcomes\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\">\n\x05\x46ound\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66rames\x18\x02 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOREOPENED']._serialized_start=214
   _globals['_STOREOPENED']._serialized_end=284
   _globals['_TOSTORE']._serialized_start=287
-  _globals['_TOSTORE']._serialized_end=628
-  _globals['_RESERVE']._serialized_start=630
-  _globals['_RESERVE']._serialized_end=669
-  _globals['_COMMIT']._serialized_start=671
-  _globals['_COMMIT']._serialized_end=714
-  _globals['_GET']._serialized_start=716
-  _globals['_GET']._serialized_end=751
-  _globals['_RELEASE']._serialized_start=753
-  _globals['_RELEASE']._serialized_end=777
-  _globals['_CONTAINS']._serialized_start=779
-  _globals['_CONTAINS']._serialized_end=803
-  _globals['_DELETE']._serialized_start=805
-  _globals['_DELETE']._serialized_end=827
-  _globals['_CLEAR']._serialized_start=829
-  _globals['_CLEAR']._serialized_end=836
-  _globals['_LEAVE']._serialized_start=838
-  _globals['_LEAVE']._serialized_end=845
-  _globals['_FROMSTORE']._serialized_start=848
-  _globals['_FROMSTORE']._serialized_end=1199
-  _globals['_RESERVED']._serialized_start=1201
-  _globals['_RESERVED']._serialized_end=1245
-  _globals['_LEFT']._serialized_start=1247
-  _globals['_LEFT']._serialized_end=1253
-  _globals['_CLEARED']._serialized_start=1255
-  _globals['_CLEARED']._serialized_end=1300
-  _globals['_OUTCOMES']._serialized_start=1302
-  _globals['_OUTCOMES']._serialized_end=1330
-  _globals['_FOUND']._serialized_start=1332
-  _globals['_FOUND']._serialized_end=1394
+  _globals['_TOSTORE']._serialized_end=663
+  _globals['_RESERVE']._serialized_start=665
+  _globals['_RESERVE']._serialized_end=704
+  _globals['_COMMIT']._serialized_start=706
+  _globals['_COMMIT']._serialized_end=749
+  _globals['_GET']._serialized_start=751
+  _globals['_GET']._serialized_end=786
+  _globals['_HOLD']._serialized_start=788
+  _globals['_HOLD']._serialized_end=808
+  _globals['_RELEASE']._serialized_start=810
+  _globals['_RELEASE']._serialized_end=834
+  _globals['_CONTAINS']._serialized_start=836
+  _globals['_CONTAINS']._serialized_end=860
+  _globals['_DELETE']._serialized_start=862
+  _globals['_DELETE']._serialized_end=884
+  _globals['_CLEAR']._serialized_start=886
+  _globals['_CLEAR']._serialized_end=893
+  _globals['_LEAVE']._serialized_start=895
+  _globals['_LEAVE']._serialized_end=902
+  _globals['_FROMSTORE']._serialized_start=905
+  _globals['_FROMSTORE']._serialized_end=1256
+  _globals['_RESERVED']._serialized_start=1258
+  _globals['_RESERVED']._serialized_end=1302
+  _globals['_LEFT']._serialized_start=1304
+  _globals['_LEFT']._serialized_end=1310
+  _globals['_CLEARED']._serialized_start=1312
+  _globals['_CLEARED']._serialized_end=1357
+  _globals['_OUTCOMES']._serialized_start=1359
+  _globals['_OUTCOMES']._serialized_end=1387
+  _globals['_FOUND']._serialized_start=1389
+  _globals['_FOUND']._serialized_end=1451
 # @@protoc_insertion_point(module_scope)

@@ -33,7 +33,7 @@ class StoreOpened(_message.Message):
     def __init__(self, num_frames: _Optional[int] = ..., max_pages: _Optional[int] = ..., max_keys: _Optional[int] = ...) -> None: ...
 
 class ToStore(_message.Message):
-    __slots__ = ("call", "reserve", "commit", "get", "release", "contains", "delete", "leave", "clear")
+    __slots__ = ("call", "reserve", "commit", "get", "release", "contains", "delete", "leave", "clear", "hold")
     CALL_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class ToStore(_message.Message):
     DELETE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     CLEAR_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
     call: int
     reserve: Reserve
     commit: Commit
@@ -52,7 +53,8 @@ class ToStore(_message.Message):
     delete: Delete
     leave: Leave
     clear: Clear
-    def __init__(self, call: _Optional[int] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., get: _Optional[_Union[Get, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., contains: _Optional[_Union[Contains, _Mapping]] = ..., delete: _Optional[_Union[Delete, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ...) -> None: ...
+    hold: Hold
+    def __init__(self, call: _Optional[int] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., get: _Optional[_Union[Get, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., contains: _Optional[_Union[Contains, _Mapping]] = ..., delete: _Optional[_Union[Delete, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ...) -> None: ...
 
 class Reserve(_message.Message):
     __slots__ = ("keys", "depths")
@@ -77,6 +79,12 @@ class Get(_message.Message):
     keys: bytes
     depths: bytes
     def __init__(self, keys: _Optional[bytes] = ..., depths: _Optional[bytes] = ...) -> None: ...
+
+class Hold(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: bytes
+    def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("found",)

@@ -1,1 +1,1 @@
-"""SGLang's HiCache on cachesvc. `sglang` is imported in storage.py alone; the rest runs, and is tested, without it."""
+"""SGLang's HiCache on cachesvc. `sglang` is imported in storage.py and linker.py alone; the rest runs without it."""

@@ -5,8 +5,8 @@ ConfigError (ValueError)   one line for the operator: the key, what was given, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -18,6 +18,7 @@ from storage_backends.options import hint
 from storage_backends.registry import known_backends
 
 WHERE = "hicache-storage-backend-extra-config"
+LINKER_WHERE = "linker_extra_config of unified-cache-external-linker-config"
 SGLANGS_OWN = (
     *("backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"),
     *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
@@ -87,18 +88,37 @@ class StorageConfig(BaseModel):
         return int(self.memory_gib * 2**30)
 
 
+class LinkerConfig(StorageConfig):
+    """The same for the linker, whose queries hold up SGLang's scheduler."""
+
+    exists_timeout_ms: Milliseconds = Field(20.0, description="after so long a prompt's pages count as not there")
+
+
 def parse_config(extra: Mapping[str, Any] | None) -> StorageConfig:
     """The checked configuration. ConfigError."""
     ours = {key: value for key, value in (extra or {}).items() if key not in SGLANGS_OWN}
+    return _parsed(StorageConfig, ours, WHERE, SGLANGS_OWN)
+
+
+def parse_linker_config(extra: Mapping[str, Any]) -> LinkerConfig:
+    """The checked configuration of the linker. ConfigError."""
+    return _parsed(LinkerConfig, extra, LINKER_WHERE, ())
+
+
+Config = TypeVar("Config", bound=StorageConfig)
+
+
+def _parsed(kind: type[Config], ours: Mapping[str, Any], where: str, others: Sequence[str]) -> Config:
+    """`others`: keys beside ours that may have been meant."""
     try:
-        return StorageConfig.model_validate(ours)
+        return kind.model_validate(ours)
     except ValidationError as error:
-        raise ConfigError(f"{WHERE}: {_explain(error.errors()[0])}") from None
+        raise ConfigError(f"{where}: {_explain(error.errors()[0], others)}") from None
 
 
-def _explain(error: ErrorDetails) -> str:
+def _explain(error: ErrorDetails, others: Sequence[str]) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {hint(key, [*StorageConfig.model_fields, *SGLANGS_OWN])}"
+        return f"unknown key {key!r}; {hint(key, [*StorageConfig.model_fields, *others])}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{key}: {message}, got {error['input']!r}" if key else message

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cachesvc.client.store_hold import PageHold
 from engine_plugin.sglang.config import StorageConfig
 from engine_plugin.sglang.gate import Deadline, Gate, StoreVerb
 from engine_plugin.sglang.hits import leading, lengths_of, longest, restorable
@@ -104,6 +105,12 @@ class StorageCore:
             allowed &= of_pool
         found = {pool: pages for pool, pages in per_pool.items() if pages}
         return Hits(longest(allowed), found, lengths_of(allowed))
+
+    def hold(self, hashes: Sequence[str]) -> PageHold | None:
+        """Keeps the first pages of the anchor pool, as far as the node's memory has them, until they are released.
+        None: the node was not asked."""
+        store = self._pools.pool(KV)
+        return None if store is None else store.hold(hashes, self.gate.deadline(StoreVerb.EXISTS))
 
     def get(self, pool: str, hashes: Sequence[str], slots: I64, first_page: int, deadline: Deadline) -> list[bool]:
         """Reads pages into a host pool's slots int64 [n * page_size]; a page that does not come is False and leaves the

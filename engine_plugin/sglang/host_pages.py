@@ -12,7 +12,7 @@ each time (`AskedPages`). One that has no ranges to show, but whole flat pages, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +159,20 @@ def pages_of(pool: Any) -> HostPages | None:
         except (NotImplementedError, ValueError) as error:
             raise PagesUnsupported(f"{type(pool).__name__}: {no_ranges}; {error}") from error
         return FlatPages(page_size, num_slots, page.numel(), pool)
+
+
+def pages_in_buffers(buffers: Sequence[torch.Tensor], page_size: int) -> StraightPages:
+    """The pages of a pool of equally many rows in each of its buffers (K and V of each layer), a row for each slot:
+    a page is one piece of every buffer, in their order. ValueError: not in this process's memory, or not in rows."""
+    for buffer in buffers:
+        if buffer.device.type != "cpu" or not buffer.is_contiguous() or len(buffer) != len(buffers[0]):
+            raise ValueError(
+                f"expected contiguous buffers of {len(buffers[0])} rows in host memory, got {tuple(buffer.shape)} on "
+                f"{buffer.device}"
+            )
+    row_bytes = np.array([buffer[0].nbytes for buffer in buffers], np.int64)
+    bases = np.array([buffer.data_ptr() for buffer in buffers], np.int64)
+    return StraightPages(page_size, len(buffers[0]), (row_bytes * page_size).astype(np.uint64), bases, row_bytes)
 
 
 def split_pages(pool: Any, count: int) -> list[HostPages]:

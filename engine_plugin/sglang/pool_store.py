@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachesvc.client.store import Store
+from cachesvc.client.store_hold import PageHold
 from engine_plugin.sglang.gate import Deadline, Gate, StoreVerb
 from engine_plugin.sglang.host_pages import HostPages
 from storage_backends.base import Outcome, Outcomes, outcomes
@@ -23,6 +24,7 @@ Keys = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
 HASH_DIGITS = 64
+NEARLY_OVER_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,20 @@ class PoolStore:
             return shard.stores.exists.contains(keys, timeout_s=timeout_s)
 
         return self._each(StoreVerb.EXISTS, len(keys), deadline, ask)
+
+    def hold(self, hashes: Sequence[str], deadline: Deadline) -> PageHold | None:
+        """Keeps the first pages, as far as the node's memory has them, until they are released. None: the node was not
+        asked. Of a pool whose pages are whole: one shard."""
+        keys = keys_of(hashes)
+        (shard,) = self._shards
+        holds: list[PageHold] = []
+
+        def ask() -> Outcomes:
+            holds.append(shard.stores.exists.hold(keys, timeout_s=max(deadline.left_s, NEARLY_OVER_S)))
+            return holds[0].outcomes
+
+        self._gate.call(StoreVerb.EXISTS, len(keys), ask)
+        return holds[0] if holds else None
 
     def get(self, hashes: Sequence[str], slots: I64, first_page: int, deadline: Deadline) -> Bools:
         """Copies pages into the pool. Slots of a page that did not come hold anything."""

@@ -123,13 +123,13 @@ class CachesvcStorage(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         deadline = self._core.gate.deadline(StoreVerb.GET)
-        return self._core.get(KV, keys, _slots(host_indices), _first_page(extra_info), deadline)
+        return self._core.get(KV, keys, slots_of(host_indices), _first_page(extra_info), deadline)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         deadline = self._core.gate.deadline(StoreVerb.PUT)
-        return self._core.put(KV, keys, _slots(host_indices), _first_page(extra_info), deadline)
+        return self._core.put(KV, keys, slots_of(host_indices), _first_page(extra_info), deadline)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -137,7 +137,7 @@ class CachesvcStorage(HiCacheStorage):
         deadline, first_page = self._core.gate.deadline(StoreVerb.GET), _first_page(extra_info)
         return {
             transfer.name: self._core.get(
-                str(transfer.name), transfer.keys or [], _slots(transfer.host_indices), first_page, deadline
+                str(transfer.name), transfer.keys or [], slots_of(transfer.host_indices), first_page, deadline
             )
             for transfer in transfers
         }
@@ -148,7 +148,7 @@ class CachesvcStorage(HiCacheStorage):
         deadline, first_page = self._core.gate.deadline(StoreVerb.PUT), _first_page(extra_info)
         return {
             transfer.name: self._core.put(
-                str(transfer.name), transfer.keys or [], _slots(transfer.host_indices), first_page, deadline
+                str(transfer.name), transfer.keys or [], slots_of(transfer.host_indices), first_page, deadline
             )
             for transfer in transfers
         }
@@ -289,7 +289,7 @@ def _pool_name(name: str) -> str:
     return next((known for known in PoolName if known == name), name)
 
 
-def _slots(host_indices: torch.Tensor | None) -> NDArray[np.int64]:
+def slots_of(host_indices: torch.Tensor | None) -> NDArray[np.int64]:
     """int64 [n * page_size]."""
     if host_indices is None:
         return np.empty(0, np.int64)

@@ -166,6 +166,48 @@ def test_pages_of_several_segments_are_the_same_pages(store):
     assert got(store, np.arange(6)) == [OK] * 6
 
 
+def test_pages_that_are_held_stay_and_are_copied_later(store, door):
+    out = np.zeros((3, PAGE_BYTES), np.uint8)
+    with opened(door) as other:
+        other.put(KEYS[:3], PAGES[:3])
+        hold = store.hold(KEYS[:8])
+        assert hold.outcomes.tolist() == [OK] * 3 + [MISS] * 5
+        assert (hold.num_pages, hold.is_kept) == (3, True)
+        for first in range(20, 120, 20):  # more than the slab has
+            other.put(KEYS[first : first + 20], PAGES[first : first + 20])
+        assert hold.copy(out[:2], 2).all()
+        assert (out[:2] == PAGES[:2]).all()
+        with pytest.raises(ValueError, match="4 pages of a hold of 3"):
+            hold.copy(np.zeros((4, PAGE_BYTES), np.uint8), 4)
+        other.delete(KEYS[1:2])
+        assert hold.copy(out, 3).tolist() == [True, False, True], "deleted meanwhile"
+    hold.release()
+    hold.release()
+    assert not hold.is_kept
+
+
+def test_what_is_held_is_given_back(store, door):
+    store.put(KEYS[:4], PAGES[:4])
+    store.hold(KEYS[:4]).release()
+    store.contains(KEYS[:1])  # whatever was said before it has been heard
+    slab = door.node.managed.slabs()[0]
+    while slab.ops:  # storing holds them too
+        door.turn()
+    assert slab.counts()["held"] == 0
+
+
+def test_a_hold_of_a_lost_connection_is_not_kept(store):
+    store.put(KEYS[:4], PAGES[:4])
+    hold = store.hold(KEYS[:4])
+    store.close()
+    assert not hold.is_kept
+    out = np.zeros((4, PAGE_BYTES), np.uint8)
+    is_good = hold.copy(out, 4)
+    assert (out[is_good] == PAGES[:4][is_good]).all()
+    hold.release()
+    assert store.hold(KEYS[:4]).outcomes.tolist() == [UNAVAILABLE] * 4
+
+
 def test_clear_takes_the_pages_of_one_namespace_and_no_others(door, node, store):
     """From memory and tiers, also those that left memory long ago."""
     with opened(door, namespace="other") as other, opened(door, tenant="stranger") as stranger:

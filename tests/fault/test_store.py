@@ -433,6 +433,10 @@ MALFORMED = {
         ToStore(call=1, contains=managed_pb2.Contains(keys=bytes(32 * 4097))),
         Reject.BAD_LENGTH,
     ),
+    "a hold of more keys than a call may have": (
+        ToStore(call=1, hold=managed_pb2.Hold(keys=bytes(32 * 4097))),
+        Reject.BAD_LENGTH,
+    ),
     "no call": (reserve(0), Reject.BAD_OP),
     "frames of nobody": (commit(1, 99), Reject.BAD_OP),
 }

@@ -98,6 +98,11 @@ class StoreUser:
         assert len(answer.frames) == np.count_nonzero(answer.outcomes == Outcome.OK)
         return answer
 
+    def hold(self, keys):
+        answer = self.answer(self.ask("hold", keys))
+        assert isinstance(answer, Found)
+        return answer
+
     def read(self, found):
         """The bytes of the pages that were found, [n, page_bytes], and whether each was stable."""
         out = np.zeros((len(found.frames), self.request.page_bytes), np.uint8)

@@ -28,7 +28,7 @@ from tests.helpers.store_user import (
     request,
     some_keys,
 )
-from tests.oracles.pages import IDENTITY, ScriptedBackend, memory_backend, run_all
+from tests.oracles.pages import IDENTITY, ScriptedBackend, memory_backend, page, run_all
 
 OK, EXISTS, MISS, CORRUPT, CHANGED = (int(o) for o in Outcome if o <= Outcome.CHANGED and o != Outcome.UNSUPPORTED)
 NO_SPACE, THROTTLED, UNAVAILABLE, FAILED, CANCELLED = (
@@ -198,6 +198,64 @@ def test_one_client_holds_at_most_half_of_the_frames(bare):
     assert user.put(KEYS[4:6]) == [THROTTLED] * 2
     assert user.get(KEYS[:2]) == [THROTTLED] * 2
     assert user.put(KEYS[4:5]) == [OK]
+
+
+def test_a_hold_is_of_the_first_pages_and_they_do_not_leave(bare):
+    holder, writer = StoreUser(bare), StoreUser(bare)
+    writer.put(KEYS[:4])
+    writer.put(KEYS[5:6])
+    held = holder.hold(KEYS[:6])
+    assert held.outcomes.tolist() == [OK] * 4 + [MISS] * 2
+    assert len(held.frames) == 4
+    for first in (8, 12):
+        assert writer.put(KEYS[first : first + 4]) == [OK] * 4
+    assert writer.contains(KEYS[:6]) == [OK] * 4 + [MISS] * 2
+    pages, is_stable = holder.read(held)
+    assert is_stable.all()
+    assert (pages == np.stack([page(key, PAGE_BYTES) for key in KEYS[:4]])).all()
+    holder.session.release(held.call)
+    for first in (16, 20):
+        assert writer.put(KEYS[first : first + 4]) == [OK] * 4
+    assert writer.contains(KEYS[:4]) == [MISS] * 4
+
+
+def test_a_hold_of_nothing_is_over_with_its_answer(bare):
+    user = StoreUser(bare)
+    assert user.hold(KEYS[:3]).outcomes.tolist() == [MISS] * 3
+    assert not user.session._reads
+
+
+def test_a_hold_is_of_at_most_what_one_client_may_hold(bare):
+    user = StoreUser(bare)
+    user.put(KEYS[:4])
+    user.put(KEYS[4:8])
+    held = user.hold(KEYS[:8])
+    assert held.outcomes.tolist() == [OK] * 4 + [THROTTLED] * 4
+    assert user.get(KEYS[:1]) == [THROTTLED]
+    user.session.release(held.call)
+    assert user.get(KEYS[:1]) == [OK]
+
+
+def test_what_a_lost_client_held_leaves(bare):
+    holder, writer = StoreUser(bare), StoreUser(bare)
+    writer.put(KEYS[:4])
+    assert len(holder.hold(KEYS[:4]).frames) == 4
+    bare.managed.lost(holder.session)
+    for first in (8, 12):
+        assert writer.put(KEYS[first : first + 4]) == [OK] * 4
+    assert writer.contains(KEYS[:4]) == [MISS] * 4
+
+
+def test_a_hold_asks_no_tier(node, backend):
+    user = StoreUser(node)
+    user.put(KEYS[:4])
+    run_all(node)
+    for first in (8, 12):
+        user.put(KEYS[first : first + 4])
+        run_all(node)
+    assert stored(backend, KEYS[:4]) == [True] * 4
+    assert user.hold(KEYS[:4]).outcomes.tolist() == [MISS] * 4
+    assert user.contains(KEYS[:4]) == [OK] * 4
 
 
 def test_an_evicted_page_is_not_found_while_its_frame_is_rewritten(bare):

@@ -3,7 +3,7 @@
 import pytest
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.sglang.config import SGLANGS_OWN, parse_config
+from engine_plugin.sglang.config import SGLANGS_OWN, parse_config, parse_linker_config
 
 
 def test_defaults_and_everything():
@@ -42,3 +42,12 @@ def test_what_cannot_be_meant_is_one_line_with_its_key(extra, message):
         parse_config(extra)
     assert "\n" not in str(error.value)
     assert isinstance(error.value, ValueError), "what SGLang expects of an attach that fails"
+
+
+def test_the_linker_asks_for_less_time_and_takes_our_keys_alone():
+    config = parse_linker_config({"memory_gib": 2.0})
+    assert (config.exists_timeout_ms, config.put_timeout_ms, config.memory_bytes) == (20.0, 5000.0, 2 << 30)
+    with pytest.raises(ConfigError, match=r"linker_extra_config .*'exists_timeout'; did you mean 'exists_timeout_ms'"):
+        parse_linker_config({"exists_timeout": 5})
+    with pytest.raises(ConfigError, match="unknown key 'prefetch_threshold'"):
+        parse_linker_config({"prefetch_threshold": 5})

@@ -11,6 +11,7 @@ from engine_plugin.sglang.host_pages import (
     FlatPages,
     PagesUnsupported,
     StraightPages,
+    pages_in_buffers,
     pages_of,
     split_pages,
 )
@@ -144,3 +145,21 @@ def test_parts_of_heads_are_what_ranks_of_another_number_have(count):
         mine = slice(2 * index, 2 * index + 2)
         assert part.sources(slots_of(8)).addresses.tolist() == [addresses[mine]]
         assert part.segment_bytes.tolist() == sizes[mine]
+
+
+def test_pages_of_a_device_pool_are_rows_of_each_buffer():
+    buffers = [torch.randint(0, 256, (12, width), dtype=torch.uint8) for width in (8, 24)]
+    pages = pages_in_buffers(buffers, 4)
+    assert (pages.page_bytes, pages.num_slots) == (128, 12)
+    expected = [b"".join(buffer[at : at + 4].numpy().tobytes() for buffer in buffers) for at in (8, 0)]
+    assert gathered(pages, pages.sources(np.array([8, 9, 10, 11, 0, 1, 2, 3]))) == expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(12, 8, device="meta"), torch.zeros(8, 12).T, torch.zeros(16, 8)],
+    ids=["another device", "columns", "more rows"],
+)
+def test_a_device_pool_that_is_not_rows_in_memory_is_refused(other):
+    with pytest.raises(ValueError, match="contiguous buffers of 12 rows in host memory"):
+        pages_in_buffers([torch.zeros(12, 8), other], 4)

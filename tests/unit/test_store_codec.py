@@ -37,6 +37,7 @@ def messages():
         "reserve": managed_pb2.Reserve(**asked),
         "commit": managed_pb2.Commit(reserved=1, written=b"\1\0"),
         "get": managed_pb2.Get(**asked),
+        "hold": managed_pb2.Hold(keys=KEYS.tobytes()),
         "release": managed_pb2.Release(found=3),
         "contains": managed_pb2.Contains(keys=KEYS.tobytes()),
         "delete": managed_pb2.Delete(keys=KEYS.tobytes()),

@@ -118,16 +118,10 @@ class CacheRig:
         self._tp_group = groups[0] if groups else None
         self.cache = self._cache()
         try:
-            self.cache.init_hicache(self.server_args, self.cache_params)
+            self._attach()
         except BaseException:
             self._unwind()
             raise
-        atexit.unregister(self.cache.shutdown)
-        self.cache.load_back_threshold = 0
-        self.controller = self.cache.cache_controller
-        self.host = self.controller.storage_host_pool
-        # SGLang's generic path allocates pinned pages by this mark.
-        self.host.pin_memory = False
 
     # ---- building
 
@@ -144,6 +138,16 @@ class CacheRig:
         if model.kind == "mla":
             return MLATokenToKVPool(kv_lora_rank=model.dim, qk_rope_head_dim=model.dim // 2, **common)
         return MHATokenToKVPool(head_num=model.heads, head_dim=model.dim, **common)
+
+    def _attach(self) -> None:
+        """What is below the device."""
+        self.cache.init_hicache(self.server_args, self.cache_params)
+        atexit.unregister(self.cache.shutdown)
+        self.cache.load_back_threshold = 0
+        self.controller = self.cache.cache_controller
+        self.host = self.controller.storage_host_pool
+        # SGLang's generic path allocates pinned pages by this mark.
+        self.host.pin_memory = False
 
     def _allocator(self, tokens: int) -> Any:
         model = self.model
