@@ -109,7 +109,7 @@ def test_hits_are_counted_by_source(engine: VllmServer) -> None:
     hits, host = "vllm:external_prefix_cache_hits_total", "vllm:cachesvc_hicache_hit_tokens_total{"
     before, ours = engine.metric(hits), engine.metric(host, 'tier="host"')
     engine.ask(prompt)
-    until(lambda: engine.metric(host, 'tier="host"') == ours + 320)
+    until(lambda: engine.metric(host, 'tier="host"') >= ours + 320)
     assert engine.metric(hits) - before == 320
     assert engine.metric("vllm:prompt_tokens_cached_by_source_total", 'source="host"') >= 320
     states = {name: value for name, value in engine.metrics().items() if name.startswith("vllm:cachesvc_host_frames{")}
