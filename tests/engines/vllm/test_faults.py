@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -148,20 +149,38 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("harm", [spoil, cut, Path.unlink], ids=["one bit", "half of it", "all of it"])
-def test_spoiled_storage_is_a_miss(own_home: Home, expected: list[Answer], harm: Callable[[Path], None]) -> None:
-    """Every third page: each prompt has its prefix up to the first bad page at most, and the right answer."""
-    with DaemonProcess(own_home), SteppedEngine(on(own_home)) as engine:
+HARMS: tuple[Callable[[Path], None], ...] = (spoil, cut, Path.unlink)
+
+
+@pytest.fixture(scope="module")
+def stored(expected: list[Answer], watch: Watch) -> Iterator[Home]:
+    """Every prompt is in the files of this home, and no daemon runs there."""
+    made = Home()
+    os.environ.update(watch.environment("tiny"))
+    with DaemonProcess(made), SteppedEngine(on(made)) as engine:
         serve_all(engine, expected)
-        until_stored(own_home, engine, NUM_PROMPTS * PROMPT_BLOCKS)
-    with DaemonProcess(own_home), SteppedEngine(on(own_home)) as engine:
-        assert serve_all(engine, expected) == [CACHED] * NUM_PROMPTS, "storage outlives daemon and engine"
-    pages = sorted(pages_on_disk(own_home))
-    for path in pages[::3]:
-        harm(path)
-    with DaemonProcess(own_home), SteppedEngine(on(own_home)) as engine:
+        until_stored(made, engine, NUM_PROMPTS * PROMPT_BLOCKS)
+    yield made
+    made.remove()
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
+def test_storage_outlives_daemon_and_engine(stored: Home, expected: list[Answer], policy: str) -> None:
+    """Whoever does not wait for storage computes; the others have their prefix from it."""
+    with DaemonProcess(stored), SteppedEngine(on(stored, prefetch_policy=policy)) as engine:
         cached = serve_all(engine, expected)
-        assert len(pages[::3]) > 0 and sum(cached) < NUM_PROMPTS * CACHED
+        assert policy == "best_effort" or cached == [CACHED] * NUM_PROMPTS
+
+
+def test_spoiled_storage_is_a_miss(stored: Home, own_home: Home, expected: list[Answer]) -> None:
+    """Of every nine pages one has a wrong bit, one is cut, one is gone: each prompt has its prefix up to the first bad
+    page at most, and the right answer."""
+    shutil.copytree(stored.pages, own_home.pages)
+    for number, path in enumerate(sorted(pages_on_disk(own_home))):
+        if number % 3 == 0:
+            HARMS[number // 3 % 3](path)
+    with DaemonProcess(own_home), SteppedEngine(on(own_home, prefetch_policy="wait_complete")) as engine:
+        assert sum(serve_all(engine, expected)) < NUM_PROMPTS * CACHED
         engine.forget_device()
         assert serve_all(engine, expected) == [CACHED] * NUM_PROMPTS, "what was computed anew is there again"
 
@@ -182,17 +201,6 @@ def test_host_memory_for_two_prompts(own_home: Home, expected: list[Answer]) -> 
             cached = serve_all(engine, expected)
             assert sum(cached) <= 2 * CACHED
             engine.forget_device()
-
-
-@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
-def test_prefetch_policies(own_home: Home, expected: list[Answer], policy: str) -> None:
-    """Whoever does not wait for storage computes; the others have their prefix from it."""
-    with DaemonProcess(own_home), SteppedEngine(on(own_home)) as engine:
-        serve_all(engine, expected)
-        until_stored(own_home, engine, NUM_PROMPTS * PROMPT_BLOCKS)
-    with DaemonProcess(own_home), SteppedEngine(on(own_home, prefetch_policy=policy)) as engine:
-        cached = serve_all(engine, expected)
-        assert policy == "best_effort" or cached == [CACHED] * NUM_PROMPTS
 
 
 def test_only_what_is_used_again_is_kept(own_home: Home, expected: list[Answer]) -> None:

@@ -106,7 +106,7 @@ def test_hits_are_counted_by_source(engine: VllmServer) -> None:
     prompt = random_tokens(61, 330)
     engine.ask(prompt)
     settle(engine)
-    hits, host = "vllm:external_prefix_cache_hits_total", "vllm:cachesvc_hicache_hit_tokens_total{"
+    hits, host = "vllm:external_prefix_cache_hits_total", "vllm:cachesvc_hicache_hit_tokens_total"
     before, ours = engine.metric(hits), engine.metric(host, 'tier="host"')
     engine.ask(prompt)
     until(lambda: engine.metric(host, 'tier="host"') >= ours + 320)
