@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from bench.__main__ import report
@@ -119,24 +120,26 @@ class Pair:
         self.wall_s: tuple[list[float], list[float]] = ([], [])
         self.cpu_s: tuple[list[float], list[float]] = ([], [])
 
-    def measure(self, run: Run, prompts: list[list[int]]) -> None:
-        for side, walls, cpus in zip(self.sides, self.wall_s, self.cpu_s, strict=True):
+    def measure(self, run: Run, *prompts: list[int]) -> None:
+        """A prompt for each side."""
+        for side, walls, cpus, prompt in zip(self.sides, self.wall_s, self.cpu_s, prompts, strict=True):
             before_s, begin_s = side.cpu_s(), run.clock()
-            for prompt in prompts:
-                assert side.ask(prompt, 16).cached_tokens == 0
+            assert side.ask(prompt, 16).cached_tokens == 0
             walls.append(run.clock() - begin_s)
             cpus.append(side.cpu_s() - before_s)
 
 
+@cache
 def never_hit(run: Run) -> Pair:
+    """Both figures are of the same requests."""
     with home() as place, home() as other:
         storage = {"storage_backend": "file", "storage_config": {"path": str(place.pages), "capacity_bytes": "2 GiB"}}
         with server(place, {"address": "private", **storage}) as ours, server(other, None) as plain:
             pair = Pair(ours, plain)
             for side in pair.sides:
                 side.ask(fresh(128), 1)
-            for _ in range(ROUNDS):
-                pair.measure(run, [fresh(SHORT_TOKENS) for _ in range(2)])
+            for _ in range(run.rounds):
+                pair.measure(run, fresh(SHORT_TOKENS), fresh(SHORT_TOKENS))
     return pair
 
 
@@ -144,14 +147,14 @@ def never_hit(run: Run) -> Pair:
 def no_hits_cpu(run: Run) -> Measurement:
     """CPU seconds of every process of the engine, its node and the writing of files among them; nothing ever hits."""
     mine, theirs = never_hit(run).cpu_s
-    return run.of(mine, theirs, note=f"{DTYPE}; 2 prompts of 1,024 tokens, 16 decoded; private node, file tier")
+    return run.of(mine, theirs, note=f"{DTYPE}; prompts of 1,024 tokens, 16 decoded; private node, file tier")
 
 
 @figure("vllm.no_hits_wall", unit="s", target="ratio<=1.1", reference="vLLM without the plug-in")
 def no_hits_wall(run: Run) -> Measurement:
     """What a client waits; nothing ever hits."""
     mine, theirs = never_hit(run).wall_s
-    return run.of(mine, theirs, note=f"{DTYPE}; 2 prompts of 1,024 tokens, 16 decoded; private node, file tier")
+    return run.of(mine, theirs, note=f"{DTYPE}; prompts of 1,024 tokens, 16 decoded; private node, file tier")
 
 
 def lookups_s(hits: bool) -> list[float]:
