@@ -74,6 +74,14 @@ def number(text: str, most: float) -> float:
     return value
 
 
+def above_zero(text: str, most: float) -> float:
+    """A number above 0, up to `most`."""
+    value = number(text, most)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value
+
+
 def not_empty(text: str) -> str:
     """The type of a flag: text that names something."""
     if not text.strip():

@@ -82,6 +82,17 @@ class PrivateNode:
         self._is_starting = False
         self.tiers: list[TierDescription] = []
 
+    @classmethod
+    def started(cls, backend: str | None, options: Mapping[str, object], *, managed_bytes: int = 0) -> PrivateNode:
+        """One that runs, with one storage tier or none. PrivateNodeFailed, and nothing is left of it."""
+        node = cls([] if backend is None else [TierSettings(backend, options)], managed_bytes=managed_bytes)
+        try:
+            node.start()
+        except PrivateNodeFailed:
+            node.close()
+            raise
+        return node
+
     @property
     def pid(self) -> int:
         """The child's; 0 when there is none."""

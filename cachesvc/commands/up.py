@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from cachesvc.config.model import Config, ConfigError
@@ -51,7 +50,7 @@ def command(argv: Sequence[str]) -> int:
 
 def _run(config: Config) -> int:
     _raise_descriptor_limit()
-    claim = _claim(socket_path(config))
+    claim = Claim.take_named("channel.socket", socket_path(config))
     try:
         print(f"cachesvc {versions().software}", flush=True)
         daemon = compose(config)
@@ -59,16 +58,6 @@ def _run(config: Config) -> int:
             return runner.run(_serve(daemon, claim, config.node.drain_s))
     finally:
         claim.release()
-
-
-def _claim(path: Path) -> Claim:
-    """SocketTaken, OSError: with the key that says where the socket is."""
-    try:
-        return Claim.take(path)
-    except SocketTaken as taken:
-        raise SocketTaken(f"channel.socket: {taken}") from taken
-    except OSError as error:
-        raise OSError(f"channel.socket: {error}") from error
 
 
 async def _serve(daemon: Daemon, claim: Claim, drain_s: float) -> int:

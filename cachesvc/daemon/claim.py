@@ -57,6 +57,16 @@ class Claim:
         claim.announce(claim._info)
         return claim
 
+    @classmethod
+    def take_named(cls, key: str, socket_path: Path) -> Claim:
+        """`take`, whose errors begin with the key of the configuration that says where the socket is."""
+        try:
+            return cls.take(socket_path)
+        except SocketTaken as taken:
+            raise SocketTaken(f"{key}: {taken}") from taken
+        except OSError as error:
+            raise OSError(f"{key}: {error}") from error
+
     def is_held(self) -> bool:
         """Whether others find this claim: its file has not been removed or replaced."""
         try:

@@ -18,7 +18,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cachesvc.daemon.claim import Claim, SocketTaken
+from cachesvc.daemon.claim import Claim
 from cachesvc.daemon.grpc_answers import Answers, Methods
 from cachesvc.daemon.grpc_store import StorePool, StoreService
 from cachesvc.daemon.health import Health
@@ -96,22 +96,13 @@ class GrpcDoor:
         if not self.address.startswith("unix://"):
             self._listen()
             return None, None
-        claim = self._take_claim(Path(self.address.removeprefix("unix://")))
+        claim = Claim.take_named("grpc.address", Path(self.address.removeprefix("unix://")))
         try:
             self._listen_alone(claim.socket_path)
         except OSError:
             claim.release()
             raise
         return claim, SocketWatch("grpc", claim, self._is_bound, lambda: self._rebind(claim.socket_path), self._status)
-
-    @staticmethod
-    def _take_claim(path: Path) -> Claim:
-        try:
-            return Claim.take(path)
-        except SocketTaken as taken:
-            raise SocketTaken(f"grpc.address: {taken}") from taken
-        except OSError as error:
-            raise OSError(f"grpc.address: {error}") from error
 
     def _listen_alone(self, path: Path) -> None:
         before = os.umask(0o177)  # the socket is its owner's from its first moment

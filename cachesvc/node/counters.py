@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -138,3 +138,10 @@ def count_outcomes(counter: Counter, outcomes: Outcomes, *labels: str) -> None:
     counts = np.bincount(outcomes, minlength=len(OUTCOMES))
     for value in np.flatnonzero(counts):
         counter.inc(float(counts[value]), *labels, OUTCOMES[value])
+
+
+def count_reasons(counter: Counter, results: Outcomes, reasons: Mapping[Outcome, str], otherwise: str) -> None:
+    """Adds what is not OK to `counter`, by the reason of its outcome; `otherwise` is that of every other one."""
+    for outcome, reason in reasons.items():
+        counter.inc(float(np.count_nonzero(results == outcome)), reason)
+    counter.inc(float(np.count_nonzero(~np.isin(results, [Outcome.OK, *reasons]))), otherwise)

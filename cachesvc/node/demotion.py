@@ -16,7 +16,7 @@ import numpy as np
 from cachekernels.pages import header_claims
 from numpy.typing import NDArray
 
-from cachesvc.node.counters import NodeCounters
+from cachesvc.node.counters import NodeCounters, count_reasons
 from cachesvc.node.tiers import TierChain
 from cachesvc.node.way_down import MovingPages
 from cachesvc.node.workers import Kind, Next, Work, WorkerPool
@@ -87,9 +87,7 @@ class Demotions:
     def ended(self, pages: MovingPages, results: Outcomes, otherwise: Undemoted) -> None:
         """`otherwise`: why the pages with an outcome of no reason of its own were not written."""
         self._counters.demoted_pages.inc(float(np.count_nonzero(results == Outcome.OK)))
-        for outcome, reason in REASONS.items():
-            self._lost(int(np.count_nonzero(results == outcome)), reason)
-        self._lost(int(np.count_nonzero(~np.isin(results, [Outcome.OK, *REASONS]))), otherwise)
+        count_reasons(self._counters.undemoted_pages, results, REASONS, otherwise)
         self._tiers.way_down.end(pages)
         self._leave(pages.rows.nbytes)
         with self._state:
@@ -99,8 +97,7 @@ class Demotions:
         """The listener of the tier at `source`. Its victims come with the one that leaves first, deepest, in front."""
         ids = np.ascontiguousarray(ids[::-1])
         answers = self._tiers.unwanted(target, ids)
-        for outcome, reason in REASONS.items():
-            self._lost(int(np.count_nonzero(answers == outcome)), reason)
+        count_reasons(self._counters.undemoted_pages, answers, REASONS, Undemoted.TIER)
         wanted = np.flatnonzero(answers == Outcome.OK)
         if not len(wanted):
             return

@@ -16,6 +16,7 @@ import numpy as np
 from cachekernels.pages import object_ids
 from numpy.typing import NDArray
 
+from cachesvc.node.counters import count_reasons
 from cachesvc.node.workers import Kind, Next, Work
 from cachesvc.outcomes import Unpromoted
 from storage_backends.base import Outcome, Segments
@@ -85,10 +86,7 @@ class Promotion(Work):
         answers = session.parts.tiers.promote(session.namespace, ids, segments, self._ranks[pages], unchanged)
         counters = session.parts.counters
         counters.promoted_pages.inc(float(np.count_nonzero(answers == Outcome.OK)))
-        for outcome, reason in REASONS.items():
-            counters.unpromoted_pages.inc(float(np.count_nonzero(answers == outcome)), reason)
-        refused = ~np.isin(answers, [Outcome.OK, *REASONS])
-        counters.unpromoted_pages.inc(float(np.count_nonzero(refused)), Unpromoted.TIER)
+        count_reasons(counters.unpromoted_pages, answers, REASONS, Unpromoted.TIER)
 
     def _go_on(self, num_done: int) -> Next:
         """The first pages are written, or not; another flight has the next one, if there is any."""

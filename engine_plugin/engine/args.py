@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from cachesvc.command_line import Parser, at_least, not_empty, number, whole_number
+from cachesvc.command_line import Parser, above_zero, at_least, not_empty, number, whole_number
 from engine_plugin.hicache.config import AUTO, PRIVATE, UNIX, CacheMode, PrefetchPolicy, WritePolicy
 from storage_backends.registry import known_backends
 
@@ -333,10 +333,7 @@ def _port(text: str) -> int:
 
 
 def _ratio(text: str) -> float:
-    value = number(text, MOST_RATIO)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return value
+    return above_zero(text, MOST_RATIO)
 
 
 def _gigabytes(text: str) -> float:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from cachesvc.command_line import Parser, not_empty, number
+from cachesvc.command_line import Parser, above_zero, not_empty
 from engine_plugin.flags.launch import Build, Wish
 from engine_plugin.hicache.config import AUTO
 from storage_backends.registry import known_backends
@@ -79,10 +79,7 @@ def _parser() -> Parser:
 
 
 def _gib(text: str) -> float:
-    value = number(text, MOST_GIB)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return value
+    return above_zero(text, MOST_GIB)
 
 
 def _json_object(text: str) -> dict[str, object]:

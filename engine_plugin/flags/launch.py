@@ -22,6 +22,19 @@ class Wish:
     host_gib: float | None = None
     group: str | None = None
 
+    def node_options(self) -> dict[str, object]:
+        """Which node, and its storage, as every plug-in calls them."""
+        options: dict[str, object] = {"address": self.address}
+        if self.storage is not None:
+            options["storage_backend"] = self.storage
+        if self.storage_config:
+            options["storage_config"] = dict(self.storage_config)
+        return options
+
+    def model_notes(self) -> list[str]:
+        """For a person, where no model was named."""
+        return [] if self.model else [f"{PLACEHOLDER} stands for the model; --model NAME puts it there."]
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:

@@ -17,11 +17,7 @@ LOADED_AS = {"backend_name": "cachesvc", "module_path": MODULE, "class_name": ST
 
 def launch(wish: Wish) -> Launch:
     """The launch line. ConfigError (ValueError)."""
-    options: dict[str, object] = {"address": wish.address}
-    if wish.storage is not None:
-        options["storage_backend"] = wish.storage
-    if wish.storage_config:
-        options["storage_config"] = dict(wish.storage_config)
+    options = wish.node_options()
     if wish.host_gib is not None:
         options["memory_gib"] = wish.host_gib
     if wish.group is not None:
@@ -44,9 +40,7 @@ def launch(wish: Wish) -> Launch:
 
 
 def _notes(wish: Wish) -> tuple[str, ...]:
-    notes = []
-    if wish.model is None:
-        notes.append(f"{PLACEHOLDER} stands for the model; --model NAME puts it there.")
+    notes = wish.model_notes()
     if wish.address == "auto":
         notes.append("Uses the daemon of this machine if it answers, else a node of each rank's own.")
     if wish.address != "private":

@@ -14,11 +14,7 @@ FAILURE_POLICY = "recompute"
 
 def launch(wish: Wish) -> Launch:
     """The launch line. ConfigError (ValueError)."""
-    options: dict[str, object] = {"address": wish.address}
-    if wish.storage is not None:
-        options["storage_backend"] = wish.storage
-    if wish.storage_config:
-        options["storage_config"] = dict(wish.storage_config)
+    options = wish.node_options()
     if wish.host_gib is not None:
         options["host_size_gib"] = wish.host_gib
     if wish.group is not None:
@@ -44,9 +40,7 @@ def transfer_config(options: dict[str, object]) -> dict[str, object]:
 
 
 def _notes(wish: Wish) -> tuple[str, ...]:
-    notes = []
-    if wish.model is None:
-        notes.append(f"{PLACEHOLDER} stands for the model; --model NAME puts it there.")
+    notes = wish.model_notes()
     if wish.address == "auto":
         notes.append("Uses the daemon of this machine if it answers (cachesvc up), else a node of the engine's own.")
     if wish.address == "private" and wish.storage is None:

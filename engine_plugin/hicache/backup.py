@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from cachekernels.tree import RadixTree
-from cachekernels.tree_types import I64, BackupOp, NodeId, StaleNode
+from cachekernels.tree_types import I64, BackupOp, Match, NodeId, StaleNode
 
 from cachesvc.client.base import CacheClient, Declined
 from cachesvc.node.events import PagesStored
@@ -153,6 +153,11 @@ class Backup:
             return missing
         self._drop(waiting.node, PageDrop.BACKUP_FAILED)  # the part before it was not stored: it could never hit
         return {}
+
+    def adopted(self, match: Match) -> None:
+        """Orphans have become nodes. Whether storage has them is not known: it says so when it is offered them."""
+        self._counts.adopted_pages.inc(match.adopted_pages)
+        self.offer(np.array([match.node], np.int64))
 
     def on_stored(self, event: PagesStored) -> None:
         """Pages of an op have their outcome."""

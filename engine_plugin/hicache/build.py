@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cachekernels.tree import RadixTree
 
-from cachesvc.client.base import AttachRefused, AttachRequest
+from cachesvc.client.base import AttachRequest
 from cachesvc.clock import Clock
 from cachesvc.daemon.summary import size
 from cachesvc.identity import Identity
-from cachesvc.outcomes import AttachResult
 from engine_plugin.hicache.base import PrefixCache
 from engine_plugin.hicache.config import CacheConfig, CacheMode
 from engine_plugin.hicache.controller import HybridCacheController, LowerTiers
-from engine_plugin.hicache.link import NodeLink, open_link
+from engine_plugin.hicache.link import NodeLink, attach_if_useful, open_link
 from engine_plugin.hicache.no_cache import NoCache
 from engine_plugin.hicache.policies import WRITE_RULES
 from engine_plugin.hicache.radix_cache import NEVER, RadixCache
@@ -25,7 +23,6 @@ from engine_plugin.memory.transfer import RegionTransfer
 if TYPE_CHECKING:
     from engine_plugin.memory.pools import KVPool
 
-log = logging.getLogger(__name__)
 LinkOpener = Callable[[CacheConfig], NodeLink]
 
 
@@ -60,17 +57,12 @@ def _device_only(config: CacheConfig, pool: KVPool, identity: Identity) -> Radix
 
 def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: Clock, link: NodeLink) -> RadixCache:
     """The controller, above a session of `link`."""
+    request = AttachRequest(identity, config.group, config.num_host_frames, identity.page_bytes())
+    attachment = attach_if_useful(link, request)
+    if attachment is None:
+        return _device_only(config, pool, identity)
     try:
-        request = AttachRequest(identity, config.group, config.num_host_frames, identity.page_bytes())
-        attachment = link.attach(request)
-        if not attachment.enabled:
-            return _without(link, attachment.warning, config, pool, identity)
         transfer = RegionTransfer(pool.layout(), pool, attachment.region)
-    except AttachRefused as refused:
-        if refused.result is AttachResult.REFUSED_VERSION:
-            return _without(link, str(refused), config, pool, identity)
-        link.close()
-        raise
     except BaseException:
         link.close()
         raise
@@ -87,13 +79,6 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
         description=[_describe_host(config, attachment.region.stride_bytes), *link.describe()],
     )
     return HybridCacheController(tree, pool.num_pages, config, lower, clock)
-
-
-def _without(link: NodeLink, why: str, config: CacheConfig, pool: KVPool, identity: Identity) -> RadixCache:
-    """The node is there, and no use to this engine."""
-    log.warning("only the device caches: %s", why)
-    link.close()
-    return _device_only(config, pool, identity)
 
 
 def _describe_host(config: CacheConfig, stride_bytes: int) -> str:

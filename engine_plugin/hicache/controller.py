@@ -17,18 +17,17 @@ import select
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from cachekernels.region import Records
 from cachekernels.slots import FREE, QUARANTINED
 from cachekernels.tree import RadixTree
-from cachekernels.tree_types import DEVICE, HOST, I32, I64, U32, Match
+from cachekernels.tree_types import DEVICE, HOST, I32, I64, U32
 
 from cachesvc.client.base import CacheClient
 from cachesvc.clock import Clock
-from cachesvc.node.events import Event, LookupDone, OpEnded, PagesRead, PagesStored
 from engine_plugin.hicache.backup import Backup
 from engine_plugin.hicache.base import CacheHandle, LayerGate, LoadFailed
 from engine_plugin.hicache.config import CacheConfig
+from engine_plugin.hicache.dispatch import dispatch
 from engine_plugin.hicache.drain import Drain
 from engine_plugin.hicache.frames import HostFrames
 from engine_plugin.hicache.load_back import LoadBack
@@ -118,7 +117,7 @@ class HybridCacheController(RadixCache):
             page_size=config.page_size,
             page_tokens=config.page_size,
             threshold_pages=threshold_pages,
-            on_adopted=self._adopted,
+            on_adopted=self._backup.adopted,
         )
 
     # ---- the life of a request
@@ -188,21 +187,9 @@ class HybridCacheController(RadixCache):
         # NOTE: news of the connection itself makes the fd readable too, and has to be taken in with no op under way
         if self._client.has_ops or self._events.poll(0):
             for event in self._client.poll():
-                self._dispatch(event)
+                dispatch(event, self._reads, self._backup)
                 changed = True
         return changed
-
-    def _dispatch(self, event: Event) -> None:
-        match event:
-            case PagesRead():
-                self._reads.on_read(event)
-            case PagesStored():
-                self._backup.on_stored(event)
-            case LookupDone():
-                self._reads.on_lookup(event)
-            case OpEnded(op, reason):
-                if not self._reads.on_ended(op):
-                    self._backup.on_ended(op, reason)
 
     def fileno(self) -> int | None:
         """An epoll fd over ended copies and the node's events."""
@@ -230,18 +217,13 @@ class HybridCacheController(RadixCache):
         handle = request.handle
         match = self._tree.match(handle.prompt[: handle.max_cached_tokens], handle.scope)
         if match.adopted_pages:
-            self._adopted(match)
+            self._backup.adopted(match)
         self._tree.lock(match.device_node, DEVICE)
         num_host_pages = len(match.host_frames)
         if num_host_pages * self._page_size < self._load_back_threshold_tokens:
             return Prefix(match.device_pages, match.device_node, 0, match.device_node, match.loads)
         self._tree.lock(match.node, HOST)
         return Prefix(match.device_pages, match.device_node, num_host_pages, match.node, match.loads)
-
-    def _adopted(self, match: Match) -> None:
-        """Orphans have become nodes. Whether storage has them is not known: it says so when it is offered them."""
-        self._counts.adopted_pages.inc(match.adopted_pages)
-        self._backup.offer(np.array([match.node], np.int64))
 
     def _unlock_prefix(self, prefix: Prefix) -> None:
         self._tree.unlock(prefix.device_node, DEVICE)

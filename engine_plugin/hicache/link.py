@@ -15,14 +15,21 @@ from cachesvc.client.base import Attachment, AttachRefused, AttachRequest, Cache
 from cachesvc.client.channel import ChannelClient
 from cachesvc.client.connect import default_socket_path, dial_of
 from cachesvc.client.greeting import Dial
-from cachesvc.client.private import PrivateNode, PrivateNodeFailed, TierSettings
+from cachesvc.client.private import PrivateNode, PrivateNodeFailed
 from cachesvc.daemon.summary import size
 from cachesvc.outcomes import AttachResult
 from engine_plugin.hicache.config import AUTO, PRIVATE, UNIX, CacheConfig
 
 log = logging.getLogger(__name__)
 
-LATER = frozenset({AttachResult.REFUSED_DRAINING, AttachResult.REFUSED_BUSY, AttachResult.REFUSED_CONNECTIONS})
+LATER = frozenset(
+    {
+        AttachResult.REFUSED_DRAINING,
+        AttachResult.REFUSED_BUSY,
+        AttachResult.REFUSED_CONNECTIONS,
+        AttachResult.REFUSED_DESCRIPTORS,
+    }
+)
 """Refusals that pass by themselves."""
 
 
@@ -47,6 +54,27 @@ class NodeLink(ABC):
     @abstractmethod
     def describe(self) -> list[str]:
         """For a person, at the start."""
+
+
+def attach_if_useful(link: NodeLink, request: AttachRequest) -> Attachment | None:
+    """What `link` grants. None, with a warning, and the link closed: its node is of no use to this engine. The link is
+    closed too before AttachRefused, LinkFailed or RegionTooLarge: what the operator asked for cannot be had."""
+    try:
+        attachment = link.attach(request)
+        if attachment.enabled:
+            return attachment
+        why = attachment.warning
+    except AttachRefused as refused:
+        if refused.result is not AttachResult.REFUSED_VERSION:
+            link.close()
+            raise
+        why = str(refused)
+    except BaseException:
+        link.close()
+        raise
+    log.warning("only the device caches: %s", why)
+    link.close()
+    return None
 
 
 def open_link(config: CacheConfig) -> NodeLink:
@@ -99,13 +127,10 @@ class PrivateLink(NodeLink):
     """A node of this engine's own, with the storage of its flags."""
 
     def __init__(self, config: CacheConfig) -> None:
-        tiers = [] if config.storage_backend is None else [TierSettings(config.storage_backend, config.storage_config)]
         self._prefetch_policy = config.prefetch_policy
-        self._node = PrivateNode(tiers)
         try:
-            self._node.start()
+            self._node = PrivateNode.started(config.storage_backend, config.storage_config)
         except PrivateNodeFailed as error:
-            self._node.close()
             raise LinkFailed(str(error)) from error
         self.client = ChannelClient(self._node.dial)
 

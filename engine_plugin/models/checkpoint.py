@@ -1,16 +1,20 @@
-"""Names for what is in the files of a model or an adapter.
+"""Names for what is in the files of a model or an adapter, and where an engine has them from.
 
 A model's name is made of samples (at most 4 KiB of each tensor, of each MiB where the tensors are not told apart), so
 that naming it takes moments. An adapter is small, and its whole content counts.
+
+    IdentityUnknown (ValueError)   nothing tells an engine's pages from those of another; says what would help
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +28,41 @@ MAX_HEADER_BYTES = 1 << 28
 MOST_ADAPTER_BYTES = 1 << 31
 ADAPTER_FILES = ("adapter_config.json", *WEIGHTS)
 MAX_ADAPTERS = 4096
+VOLATILE = ("_name_or_path", "name_or_path", "transformers_version")
+"""Fields of a model's configuration that say where it came from, not what it computes."""
+
+
+class IdentityUnknown(ValueError):
+    """These pages cannot be named."""
+
+
+def checkpoint_place(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """Where an engine read `model` from, a path or a name on a hub, if that is on this machine."""
+    place = Path(model).expanduser()
+    if place.exists():
+        return place
+    try:
+        hub = importlib.import_module("huggingface_hub")
+        return Path(hub.snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except Exception:  # whatever that library raises: there is nothing to read
+        return None
+
+
+def named_weights(model: str, place: Path | None, where: str) -> str:
+    """The weights at `place`, those of `model`, by their content: hexadecimal digits. IdentityUnknown: there are none;
+    `where` says where the operator may name them instead."""
+    digest = None if place is None else checkpoint_digest(place)
+    if digest is None:
+        raise IdentityUnknown(
+            f"no weight files were found for {model}, so that nothing tells its pages from those of another model; "
+            f"name the weights with model_revision in {where}"
+        )
+    return digest.hex()
+
+
+def without_volatile(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's configuration as far as it decides what the model computes."""
+    return {name: value for name, value in fields.items() if name not in VOLATILE}
 
 
 def checkpoint_digest(place: Path) -> bytes | None:

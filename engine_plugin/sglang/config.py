@@ -5,17 +5,13 @@ ConfigError (ValueError)   one line for the operator: the key, what was given, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field
 
-from cachesvc.client.connect import socket_path_of
-from cachesvc.config.model import ConfigError
-from engine_plugin.hicache.config import AUTO, PRIVATE
-from storage_backends.options import hint
-from storage_backends.registry import known_backends
+from engine_plugin.hicache.config import AUTO
+from engine_plugin.plugin_config import PluginConfig, parsed
 
 WHERE = "hicache-storage-backend-extra-config"
 LINKER_WHERE = "linker_extra_config of unified-cache-external-linker-config"
@@ -31,10 +27,8 @@ MAX_TIMEOUT_MS = 9000.0
 Milliseconds = Annotated[float, Field(strict=True, gt=0, le=MAX_TIMEOUT_MS, allow_inf_nan=False)]
 
 
-class StorageConfig(BaseModel):
+class StorageConfig(PluginConfig):
     """What an operator may say about cachesvc as the storage of one SGLang engine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = Field(
         AUTO,
@@ -45,8 +39,6 @@ class StorageConfig(BaseModel):
     memory_gib: Annotated[float, Field(strict=True, gt=0, le=2**20, allow_inf_nan=False)] = Field(
         1.0, description="node-managed memory for this engine's pages, all ranks together, in GiB"
     )
-    storage_backend: str | None = Field(None, description="storage of a private node; a daemon has its own")
-    storage_config: dict[str, Any] = Field(default_factory=dict, description="options of that backend")
     model_revision: str | None = Field(
         None,
         min_length=1,
@@ -56,31 +48,6 @@ class StorageConfig(BaseModel):
     get_timeout_ms: Milliseconds = Field(5000.0, description="for a batch of at most 128 pages")
     put_timeout_ms: Milliseconds = Field(5000.0, description="for a batch of at most 128 pages")
     clear_timeout_ms: Milliseconds = Field(9000.0, description="for clearing this engine's pages")
-
-    @field_validator("address")
-    @classmethod
-    def _is_an_address(cls, address: str) -> str:
-        if address not in (PRIVATE, AUTO):
-            socket_path_of(address)
-        return address
-
-    @field_validator("storage_backend")
-    @classmethod
-    def _backend_exists(cls, backend: str | None) -> str | None:
-        if backend is not None and backend not in known_backends():
-            raise ValueError(f"no storage backend is called {backend!r}; {hint(backend, known_backends())}")
-        return backend
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> StorageConfig:
-        if self.storage_config and self.storage_backend is None:
-            raise ValueError("storage_config needs storage_backend")
-        if self.storage_backend is not None and self.address not in (PRIVATE, AUTO):
-            raise ValueError(
-                f"storage_backend is for a private node, and the daemon at {self.address} has storage of its own "
-                "(cachesvc up --config FILE, sections [[tier]]); leave one of the two out"
-            )
-        return self
 
     @property
     def memory_bytes(self) -> int:
@@ -97,28 +64,9 @@ class LinkerConfig(StorageConfig):
 def parse_config(extra: Mapping[str, Any] | None) -> StorageConfig:
     """The checked configuration. ConfigError."""
     ours = {key: value for key, value in (extra or {}).items() if key not in SGLANGS_OWN}
-    return _parsed(StorageConfig, ours, WHERE, SGLANGS_OWN)
+    return parsed(StorageConfig, ours, WHERE, SGLANGS_OWN)
 
 
 def parse_linker_config(extra: Mapping[str, Any]) -> LinkerConfig:
     """The checked configuration of the linker. ConfigError."""
-    return _parsed(LinkerConfig, extra, LINKER_WHERE, ())
-
-
-Config = TypeVar("Config", bound=StorageConfig)
-
-
-def _parsed(kind: type[Config], ours: Mapping[str, Any], where: str, others: Sequence[str]) -> Config:
-    """`others`: keys beside ours that may have been meant."""
-    try:
-        return kind.model_validate(ours)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(error.errors()[0], others)}") from None
-
-
-def _explain(error: ErrorDetails, others: Sequence[str]) -> str:
-    key = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {hint(key, [*StorageConfig.model_fields, *others])}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}, got {error['input']!r}" if key else message
+    return parsed(LinkerConfig, extra, LINKER_WHERE)

@@ -3,29 +3,22 @@
 SGLang's page keys name tokens, adapter and salt, and nothing else; everything that decides the bytes of a page beside
 them is here. The name a model is served under is not: two models may have the same.
 
-    IdentityUnknown (ValueError)   nothing tells this engine's pages from those of another; says what would help
+    IdentityUnknown (ValueError)   see engine_plugin/models/checkpoint.py
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from cachesvc.identity import encode_value
-from engine_plugin.models.checkpoint import checkpoint_digest
+from engine_plugin.models.checkpoint import checkpoint_place, named_weights, without_volatile
 
 VERSION = "cs1/sglang/1"
-VOLATILE = ("_name_or_path", "name_or_path", "transformers_version")
-"""Fields of config.json that say where a model came from, not what it computes."""
 DECIDING_ARGUMENTS = ("dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "json_model_override_args")
-
-
-class IdentityUnknown(ValueError):
-    """These pages cannot be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +60,13 @@ def model_identity(args: Any, revision: str | None) -> str:
 
 
 def _weights(model: str, model_revision: str | None, args: Any, revision: str | None) -> list[str]:
-    place = _place(model, model_revision, args.download_dir)
+    place = checkpoint_place(model, model_revision, args.download_dir)
     config = _config_digest(place)
     if revision is not None:
         return [f"revision {revision}", config or model]
     if str(args.load_format) == "dummy":
         return ["dummy", config or model]
-    digest = None if place is None else checkpoint_digest(place)
-    if digest is None:
-        raise IdentityUnknown(
-            f"no weight files were found for {model}, so that nothing tells its pages from those of another model; "
-            "name the weights with model_revision in the extra config"
-        )
-    return [digest.hex(), config]
+    return [named_weights(model, place, "the extra config"), config]
 
 
 def _config_digest(place: Path | None) -> str:
@@ -87,17 +74,4 @@ def _config_digest(place: Path | None) -> str:
     if place is None or not (place / "config.json").is_file():
         return ""
     fields = json.loads((place / "config.json").read_text(encoding="utf-8"))
-    kept = {name: value for name, value in fields.items() if name not in VOLATILE}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def _place(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Where the engine read the model from, if that is on this machine."""
-    place = Path(model).expanduser()
-    if place.exists():
-        return place
-    try:
-        hub = importlib.import_module("huggingface_hub")
-        return Path(hub.snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
-    except Exception:  # whatever that library raises: there is nothing to read
-        return None
+    return hashlib.sha256(json.dumps(without_volatile(fields), sort_keys=True).encode()).hexdigest()

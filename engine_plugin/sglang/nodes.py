@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cachesvc.client.base import AttachRefused
 from cachesvc.client.connect import default_socket_path, dial_of
 from cachesvc.client.greeting import Dial
-from cachesvc.client.private import PrivateNode, PrivateNodeFailed, TierSettings
+from cachesvc.client.private import PrivateNode, PrivateNodeFailed
 from cachesvc.client.store import Store
 from cachesvc.client.store_connection import ReconnectBehind
 from cachesvc.config.model import ConfigError
@@ -115,12 +115,9 @@ class RankNode:
                 f"{WHERE}: {why}, and this engine's ranks share pages that one of them writes, so that all need one "
                 "node: start a daemon (cachesvc up --memory.managed-bytes SIZE) and name it with address"
             )
-        tiers = [] if config.storage_backend is None else [TierSettings(config.storage_backend, config.storage_config)]
-        node = PrivateNode(tiers, managed_bytes=AS_ASKED)
         try:
-            node.start()
+            node = PrivateNode.started(config.storage_backend, config.storage_config, managed_bytes=AS_ASKED)
         except PrivateNodeFailed as error:
-            node.close()
             raise ConfigError(f"{WHERE}: {error}") from error
         if config.address == AUTO:
             logger.warning("%s: pages are kept by a node of this rank's own, which ends with it", why)

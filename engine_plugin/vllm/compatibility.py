@@ -85,7 +85,9 @@ class Function:
         found = _find(self.path)
         if isinstance(found, str):
             return found
-        names = tuple(inspect.signature(found).parameters)  # type: ignore[arg-type]
+        if not callable(found):
+            return f"{self.path} is no function"
+        names = _named_parameters(found)
         return None if names[: len(self.parameters)] == self.parameters else f"{self.path} takes ({', '.join(names)})"
 
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, field_validator, model_validator
 
-from cachesvc.client.connect import socket_path_of
 from cachesvc.config.model import ConfigError
-from engine_plugin.hicache.config import AUTO, PRIVATE, CacheConfig, CacheMode, PrefetchPolicy, WritePolicy
-from storage_backends.options import hint
-from storage_backends.registry import known_backends
+from engine_plugin.hicache.config import PRIVATE, CacheConfig, CacheMode, PrefetchPolicy, WritePolicy
+from engine_plugin.plugin_config import PluginConfig, parsed
 
 WHERE = "kv_connector_extra_config"
 DEFAULT_HOST_RATIO = 2.0
@@ -26,10 +23,8 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**31)]
 Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
-class ConnectorConfig(BaseModel):
+class ConnectorConfig(PluginConfig):
     """What an operator may say about the cache of one vLLM engine."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = Field(
         PRIVATE,
@@ -59,20 +54,11 @@ class ConnectorConfig(BaseModel):
     prefetch_timeout_base: Number = Field(1.0, description="seconds, policy timeout")
     prefetch_timeout_per_ki_token: Number = Field(0.25, description="seconds on top for 1,024 tokens, policy timeout")
     prefetch_timeout_cap: Number = Field(10.0, description="seconds at most, policy timeout")
-    storage_backend: str | None = Field(None, description="storage of a private node; a daemon has its own")
-    storage_config: dict[str, Any] = Field(default_factory=dict, description="options of that backend")
     model_revision: str | None = Field(
         None,
         min_length=1,
         description="names the weights; unset: a digest of the checkpoint. Needed where there are no files to read",
     )
-
-    @field_validator("address")
-    @classmethod
-    def _is_an_address(cls, address: str) -> str:
-        if address not in (PRIVATE, AUTO):
-            socket_path_of(address)
-        return address
 
     @field_validator("write_policy")
     @classmethod
@@ -84,24 +70,10 @@ class ConnectorConfig(BaseModel):
             )
         return policy
 
-    @field_validator("storage_backend")
-    @classmethod
-    def _backend_exists(cls, backend: str | None) -> str | None:
-        if backend is not None and backend not in known_backends():
-            raise ValueError(f"no storage backend is called {backend!r}; {hint(backend, known_backends())}")
-        return backend
-
     @model_validator(mode="after")
-    def _fits_together(self) -> ConnectorConfig:
+    def _says_the_size_once(self) -> ConnectorConfig:
         if self.host_size_gib is not None and self.host_ratio is not None:
             raise ValueError("host_size_gib and host_ratio say the same in two ways; give one of them")
-        if self.storage_config and self.storage_backend is None:
-            raise ValueError("storage_config needs storage_backend")
-        if self.storage_backend is not None and self.address not in (PRIVATE, AUTO):
-            raise ValueError(
-                f"storage_backend is for a private node, and the daemon at {self.address} has storage of its own "
-                "(cachesvc up --config FILE, sections [[tier]]); leave one of the two out"
-            )
         return self
 
     def num_host_frames(self, num_device_blocks: int, frame_bytes: int) -> int:
@@ -146,15 +118,4 @@ def _numbered(key: str, value: float, num_frames: int) -> int:
 
 def parse_config(extra: Mapping[str, Any]) -> ConnectorConfig:
     """The checked configuration. ConfigError."""
-    try:
-        return ConnectorConfig.model_validate(dict(extra))
-    except ValidationError as error:
-        raise ConfigError(f"{WHERE}: {_explain(error.errors()[0])}") from None
-
-
-def _explain(error: ErrorDetails) -> str:
-    key = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {hint(key, ConnectorConfig.model_fields)}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}, got {error['input']!r}" if key else message
+    return parsed(ConnectorConfig, extra, WHERE)

@@ -15,26 +15,20 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cachesvc.config.model import ConfigError
 from cachesvc.identity import DTYPE_BYTES, Identity
-from engine_plugin.models.checkpoint import checkpoint_digest
+from engine_plugin.models.checkpoint import IdentityUnknown, checkpoint_place, named_weights, without_volatile
 from engine_plugin.vllm.blocks import Rank, distinct_parts, frame_bytes
+from engine_plugin.vllm.config import WHERE
 from engine_plugin.vllm.metadata import WorkerShape
 
 HASHES = ("sha256", "sha256_cbor")
 """vLLM's block hashes that nobody can make collide."""
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-VOLATILE = ("_name_or_path", "transformers_version", "name_or_path")
-"""Fields of a model's configuration that say where it came from, not what it computes."""
 LAYOUT_VERSION = 1
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
-
-
-class IdentityUnknown(ValueError):
-    """Nothing would tell this engine's pages from those of another."""
 
 
 def check_block_hash(vllm_config: Any) -> str:
@@ -111,20 +105,14 @@ def weights_digest(vllm_config: Any, revision: str | None) -> str:
         import torch
 
         return f"dummy {model.seed} {torch.__version__}"
-    place = _checkpoint_place(model, load.download_dir)
-    digest = None if place is None else checkpoint_digest(place)
-    if digest is None:
-        raise IdentityUnknown(
-            f"no weight files were found for {model.model}, so that nothing tells its pages from those of another "
-            "model; name the weights with model_revision in kv_connector_extra_config"
-        )
-    return digest.hex()
+    place = checkpoint_place(model.model, model.revision, load.download_dir)
+    return named_weights(model.model, place, WHERE)
 
 
 def config_digest(vllm_config: Any) -> str:
     """What the model computes, apart from its weights: its configuration with every override, and the types."""
     model = vllm_config.model_config
-    fields = {name: value for name, value in model.hf_config.to_dict().items() if name not in VOLATILE}
+    fields = without_volatile(model.hf_config.to_dict())
     effective = {
         "hf": fields,
         "dtype": str(model.dtype),
@@ -172,18 +160,3 @@ def _why_not_causal(kv_cache_config: Any) -> str:
 def _is_scaled(fields: Mapping[str, Any]) -> bool:
     rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     return str(rope.get("rope_type", rope.get("type", "default"))) != "default"
-
-
-def _checkpoint_place(model: Any, download_dir: str | None) -> Path | None:
-    """Where the engine read its weights from, if that is on this machine."""
-    place = Path(model.model).expanduser()
-    if place.exists():
-        return place
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(
-            snapshot_download(model.model, revision=model.revision, cache_dir=download_dir, local_files_only=True)
-        )
-    except Exception:  # whatever that library raises: there is nothing to read
-        return None

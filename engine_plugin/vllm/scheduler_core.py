@@ -31,11 +31,11 @@ from cachekernels.tree_types import I32, I64, U32, Busy, Match, NodeId
 from cachesvc.client.base import Attachment, CacheClient
 from cachesvc.clock import Clock
 from cachesvc.metrics import Registry
-from cachesvc.node.events import Event, LookupDone, OpEnded, PagesRead, PagesStored
 from cachesvc.outcomes import AskAgain, Bypass, PageDrop
 from engine_plugin.hicache.backup import Backup
 from engine_plugin.hicache.base import CloseReason
 from engine_plugin.hicache.config import CacheConfig
+from engine_plugin.hicache.dispatch import dispatch
 from engine_plugin.hicache.frames import HostFrames
 from engine_plugin.hicache.policies import WRITE_RULES, RecomputeRate, prefetch_rule
 from engine_plugin.hicache.prefetch import Prefetcher
@@ -126,7 +126,7 @@ class SchedulerCore:
             page_size=WORDS,
             page_tokens=config.page_size,
             threshold_pages=self._threshold_pages,
-            on_adopted=self._adopted,
+            on_adopted=self._backup.adopted,
         )
 
     def _copies(self, region: Region, wall_s: Callable[[], float]) -> tuple[Stores, Loads]:
@@ -264,7 +264,7 @@ class SchedulerCore:
             return
         events = self._client.poll()
         for event in events:
-            self._dispatch(event)
+            dispatch(event, self._reads, self._backup)
         if events:
             self._reads.resume()
             self._backup.start_waiting()
@@ -379,7 +379,7 @@ class SchedulerCore:
     def _match(self, tracked: Tracked, words: U32) -> Match:
         match = self._tree.match(words, tracked.scope)
         if match.adopted_pages:
-            self._adopted(match)
+            self._backup.adopted(match)
         if self._news is not None:
             self._news.seen(tracked.request, match.host_frames)
         return match
@@ -422,23 +422,6 @@ class SchedulerCore:
             self._news.seen(storing.tracked.request, match.host_frames)
         self._client.publish(frames)
         self._backup.offer(np.array([node], np.int64))
-
-    def _adopted(self, match: Match) -> None:
-        """Orphans have become nodes. Whether storage has them is not known: it says so when it is offered them."""
-        self.counts.adopted_pages.inc(match.adopted_pages)
-        self._backup.offer(np.array([match.node], np.int64))
-
-    def _dispatch(self, event: Event) -> None:
-        match event:
-            case PagesRead():
-                self._reads.on_read(event)
-            case PagesStored():
-                self._backup.on_stored(event)
-            case LookupDone():
-                self._reads.on_lookup(event)
-            case OpEnded(op, reason):
-                if not self._reads.on_ended(op):
-                    self._backup.on_ended(op, reason)
 
 
 def _nothing_to_write(nodes: I64) -> None:

@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cachesvc.client.base import Attachment, AttachRefused, AttachRequest
+from cachesvc.client.base import AttachRequest
 from cachesvc.clock import SystemClock
 from cachesvc.config.model import ConfigError
 from cachesvc.daemon.summary import size
-from cachesvc.identity import Identity, scope_digest
-from cachesvc.outcomes import AttachResult, Bypass
-from engine_plugin.hicache.config import CacheConfig
-from engine_plugin.hicache.link import NodeLink, open_link
+from cachesvc.identity import scope_digest
+from cachesvc.outcomes import Bypass
+from engine_plugin.hicache.link import attach_if_useful, open_link
 from engine_plugin.models.checkpoint import AdapterDigests
 from engine_plugin.vllm.blocks import Rank, frame_bytes, frame_offsets
 from engine_plugin.vllm.config import ConnectorConfig, parse_config
@@ -101,7 +100,8 @@ def _open_session(
     num_frames = config.num_host_frames(setup.kv_cache_config.num_blocks, frame_bytes(shapes))
     cache_config = config.cache_config(setup.page_tokens, num_frames, f"vllm-{identity.namespace().hex()[:16]}")
     link = open_link(cache_config)
-    attachment = _attach(link, cache_config, identity)
+    request = AttachRequest(identity, cache_config.group, num_frames, identity.page_bytes())
+    attachment = attach_if_useful(link, request)
     if attachment is None:
         return None
     settings = CoreSettings(
@@ -122,26 +122,3 @@ def _open_session(
     for line in link.describe():
         log.info("%s", line)
     return Session(core, address, close)
-
-
-def _attach(link: NodeLink, config: CacheConfig, identity: Identity) -> Attachment | None:
-    """None, with a warning: the node is of no use to this engine. AttachRefused, LinkFailed, RegionTooLarge: what the
-    operator asked for cannot be had."""
-    why = ""
-    try:
-        request = AttachRequest(identity, config.group, config.num_host_frames, identity.page_bytes())
-        attachment = link.attach(request)
-        if attachment.enabled:
-            return attachment
-        why = attachment.warning
-    except AttachRefused as refused:
-        if refused.result is not AttachResult.REFUSED_VERSION:
-            link.close()
-            raise
-        why = str(refused)
-    except BaseException:
-        link.close()
-        raise
-    log.warning("only the device caches: %s", why)
-    link.close()
-    return None

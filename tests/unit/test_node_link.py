@@ -16,7 +16,7 @@ from engine_plugin.hicache import link
 from engine_plugin.hicache.build import build_cache
 from engine_plugin.hicache.config import AUTO, CacheConfig, CacheMode
 from engine_plugin.hicache.controller import HybridCacheController
-from engine_plugin.hicache.link import DaemonLink, LinkFailed, NodeLink, open_link
+from engine_plugin.hicache.link import DaemonLink, LinkFailed, NodeLink, attach_if_useful, open_link
 from engine_plugin.hicache.radix_cache import RadixCache
 from engine_plugin.memory.pools import KVPool
 from tests.helpers.caches import HANG_S
@@ -45,7 +45,9 @@ def test_without_a_daemon_host_memory_is_the_engines_own(away: DaemonLink, caplo
     assert not away.client.poll()
 
 
-@pytest.mark.parametrize("result", [AttachResult.REFUSED_DRAINING, AttachResult.REFUSED_CONNECTIONS])
+@pytest.mark.parametrize(
+    "result", [AttachResult.REFUSED_DRAINING, AttachResult.REFUSED_CONNECTIONS, AttachResult.REFUSED_DESCRIPTORS]
+)
 def test_a_daemon_that_cannot_now_is_as_one_that_is_not_there(
     away: DaemonLink, result: AttachResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,3 +133,41 @@ def test_any_other_refusal_ends_the_start_and_leaves_nothing_open() -> None:
     with pytest.raises(AttachRefused):
         build(refusing)
     assert refusing.is_closed
+
+
+class AnsweringLink(NodeLink):
+    """Answers with what it is given."""
+
+    def __init__(self, answer: Attachment | Exception) -> None:
+        self.answer = answer
+        self.is_closed = False
+
+    def attach(self, request: AttachRequest) -> Attachment:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def describe(self) -> list[str]:
+        return []
+
+
+def test_a_node_of_another_version_turns_the_cache_off(caplog: pytest.LogCaptureFixture) -> None:
+    answering = AnsweringLink(AttachRefused("version 2 here, 1 there", AttachResult.REFUSED_VERSION))
+    assert attach_if_useful(answering, REQUEST) is None
+    assert answering.is_closed and "only the device caches: version 2 here" in caplog.text
+
+
+def test_a_node_that_cannot_keep_the_pool_turns_the_cache_off(caplog: pytest.LogCaptureFixture) -> None:
+    answering = AnsweringLink(Attachment(1, None, bytes(32), enabled=False, warning="pool x"))
+    assert attach_if_useful(answering, REQUEST) is None
+    assert answering.is_closed and "pool x" in caplog.text
+
+
+def test_memory_that_is_not_there_is_an_error_at_the_start() -> None:
+    answering = AnsweringLink(AttachRefused("need, have", AttachResult.REFUSED_MEMORY))
+    with pytest.raises(AttachRefused, match="need, have"):
+        attach_if_useful(answering, REQUEST)
+    assert answering.is_closed

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine_plugin.sglang.identity import IdentityUnknown, PoolIdentity, model_identity
+from engine_plugin.models.checkpoint import IdentityUnknown
+from engine_plugin.sglang.identity import PoolIdentity, model_identity
 
 POOL = PoolIdentity(
     model="m",

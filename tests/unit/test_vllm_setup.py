@@ -6,18 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from cachesvc.client.base import Attachment, AttachRefused, AttachRequest
 from cachesvc.config.model import ConfigError
-from cachesvc.outcomes import AttachResult, Bypass
-from engine_plugin.hicache.config import CacheConfig, CacheMode
-from engine_plugin.hicache.link import NodeLink
+from cachesvc.outcomes import Bypass
 from engine_plugin.vllm import compatibility
 from engine_plugin.vllm.compatibility import Fields, Function, Incompatible, Method
-from engine_plugin.vllm.setup import EngineSetup, Scopes, _attach, scheduler_half
-from tests.helpers.vllm_engine import IDENTITY, PAGE
+from engine_plugin.vllm.setup import EngineSetup, Scopes, scheduler_half
+from tests.helpers.vllm_engine import PAGE
 
 HERE = "tests.unit.test_vllm_setup"
-CONFIG = CacheConfig(CacheMode.HIERARCHICAL, PAGE, num_host_frames=4)
 
 
 def setup(*, role="kv_both", algo="sha256", policy="recompute", extra=None, events=None) -> EngineSetup:
@@ -86,45 +82,6 @@ def test_a_request_with_nothing_safe_to_share_in_says_why() -> None:
     hashed = SimpleNamespace(identifier="ab" * 32)
     assert scopes.scope_of(request(mm_features=[named]), "") is Bypass.INPUT
     assert scopes.scope_of(request(mm_features=[hashed]), "") == scopes.scope_of(request(), "")
-
-
-# ---------------------------------------------------------------- attach
-class Link(NodeLink):
-    """Answers with what it is given."""
-
-    def __init__(self, answer: Attachment | Exception) -> None:
-        self.answer = answer
-        self.is_closed = False
-
-    def attach(self, request: AttachRequest) -> Attachment:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def describe(self) -> list[str]:
-        return []
-
-
-def test_a_node_of_another_version_turns_the_cache_off(caplog: pytest.LogCaptureFixture) -> None:
-    link = Link(AttachRefused("version 2 here, 1 there", AttachResult.REFUSED_VERSION))
-    assert _attach(link, CONFIG, IDENTITY) is None
-    assert link.is_closed and "only the device caches: version 2 here" in caplog.text
-
-
-def test_a_node_that_cannot_keep_the_pool_turns_the_cache_off(caplog: pytest.LogCaptureFixture) -> None:
-    link = Link(Attachment(1, None, bytes(32), enabled=False, warning="pool x"))
-    assert _attach(link, CONFIG, IDENTITY) is None
-    assert link.is_closed and "pool x" in caplog.text
-
-
-def test_memory_that_is_not_there_is_an_error_at_the_start() -> None:
-    link = Link(AttachRefused("need, have", AttachResult.REFUSED_MEMORY))
-    with pytest.raises(AttachRefused, match="need, have"):
-        _attach(link, CONFIG, IDENTITY)
-    assert link.is_closed
 
 
 # ---------------------------------------------------------------- hooks

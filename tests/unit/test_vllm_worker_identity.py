@@ -16,10 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.models.checkpoint import AdapterDigests, checkpoint_digest
+from engine_plugin.models.checkpoint import AdapterDigests, IdentityUnknown, checkpoint_digest
 from engine_plugin.vllm.blocks import BlocksUnusable, find_blocks, frame_bytes, frame_offsets
 from engine_plugin.vllm.identity import (
-    IdentityUnknown,
     check_block_hash,
     engine_identity,
     has_content_hashes,
