@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from cachesvc.node.node import Node
+    from tests.helpers.channels import RunningDoor
     from tests.helpers.redis_servers import Server
     from tests.helpers.seaweed import Seaweed
 
@@ -50,3 +52,12 @@ def valkey_cluster() -> Iterator[list[Server]]:
 
     with cluster() as members:
         yield members
+
+
+@pytest.fixture
+def door(node: Node) -> Iterator[RunningDoor]:
+    """The local channel of the module's own fixture `node`."""
+    from tests.helpers.channels import RunningDoor
+
+    with RunningDoor(node) as door:
+        yield door

@@ -8,7 +8,6 @@ from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from storage_backends.base import Outcome
-from tests.helpers.channels import RunningDoor
 from tests.helpers.resources import growth, resources
 from tests.helpers.store_user import check_conserved, row_addresses, some_keys
 from tests.oracles.pages import HANG_S, ScriptedBackend, memory_backend
@@ -35,12 +34,6 @@ def node(tiers):
     with Node(TIERS[tiers](), options=NodeOptions(managed_bytes=8 << 20)) as node:
         yield node
         check_conserved(node)
-
-
-@pytest.fixture
-def door(node):
-    with RunningDoor(node) as door:
-        yield door
 
 
 def opened(door, **changes):

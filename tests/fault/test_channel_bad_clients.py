@@ -32,12 +32,6 @@ def node():
 
 
 @pytest.fixture
-def door(node):
-    with RunningDoor(node) as door:
-        yield door
-
-
-@pytest.fixture
 def client(door):
     with RawClient(door.path) as client:
         yield client

@@ -69,12 +69,6 @@ def node(backend):
         check_conserved(node)
 
 
-@pytest.fixture
-def door(node):
-    with RunningDoor(node) as door:
-        yield door
-
-
 def settled(node):
     """When the tier has what was put."""
     for slab in node.managed.slabs():

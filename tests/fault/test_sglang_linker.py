@@ -16,7 +16,6 @@ from engine_plugin.sglang.core import KV, StorageCore
 from engine_plugin.sglang.host_pages import pages_in_buffers
 from engine_plugin.sglang.linker_core import HOLD_S, LinkerCore, Refusal
 from engine_plugin.sglang.rank_store import PoolPlan
-from tests.helpers.channels import RunningDoor
 from tests.helpers.node_process import NodeProcess
 from tests.helpers.store_user import check_conserved
 from tests.oracles.pages import HANG_S
@@ -129,12 +128,6 @@ def node():
     with Node([], options=NodeOptions(managed_bytes=4 << 20)) as node:
         yield node
         check_conserved(node)
-
-
-@pytest.fixture
-def door(node):
-    with RunningDoor(node) as door:
-        yield door
 
 
 @pytest.fixture

@@ -63,12 +63,6 @@ def node(backend):
         check_conserved(node)
 
 
-@pytest.fixture
-def door(node):
-    with RunningDoor(node) as door:
-        yield door
-
-
 # the node is away
 
 

@@ -1,4 +1,5 @@
-"""Machines of a fleet: each a daemon of its own on a shared medium, and a store client of it.
+"""Machines of a fleet: each a daemon of its own on a shared medium, and a store client of it; and what holds for every
+fleet, whatever lies between its machines.
 
 Pages follow from their keys, so that every byte that comes back can be checked.
 """
@@ -10,13 +11,16 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import cachesvc
 from cachesvc import Outcome
 from tests.helpers.daemon import DaemonProcess, Home
+from tests.helpers.redis_servers import fresh_prefix
 
 PAGE_BYTES = 16384
 HANG_S = 60
@@ -73,3 +77,68 @@ class Machine:
         found = self.store.get(keys_of(numbers), out) == Outcome.OK
         assert np.array_equal(out[found], pages_of(numbers)[found]), "a wrong page"
         return int(np.count_nonzero(found))
+
+
+Start = Callable[[str], Machine]
+"""Starts the machine of that name."""
+
+
+def directory_tier(path: Path) -> Tier:
+    """A directory that the machines share."""
+    options = {"path": str(path), "capacity_bytes": "64 MiB"}
+    return lambda machine: {"backend": "file", "options": {**options, "machine": machine}}
+
+
+def service_tier(backend: str, options: dict[str, object]) -> Tier:
+    """A service that the machines share, under a prefix nobody has used."""
+    own = {**options, "prefix": fresh_prefix()}
+    return lambda _: {"backend": backend, "optional": True, "options": own}
+
+
+class FleetScenarios:
+    """Whoever derives from it gives a fixture `start`."""
+
+    def test_what_one_machine_stored_the_other_finds(self, start: Start) -> None:
+        first, second = start("a"), start("b")
+        numbers = range(20)
+        assert (first.store.put(keys_of(numbers), pages_of(numbers)) <= Outcome.EXISTS).all()
+        first.wait_stored(20)
+        assert (second.store.contains(keys_of(numbers)) == Outcome.OK).all()
+        assert second.check(numbers) == 20
+        assert second.check(range(100, 110)) == 0
+
+    def test_both_write_the_same_pages(self, start: Start) -> None:
+        machines = [start("a"), start("b")]
+        numbers = range(30)
+        together = threading.Barrier(2)
+        answers: list[NDArray[np.uint8]] = []
+
+        def write(machine: Machine) -> None:
+            together.wait(HANG_S)
+            answers.append(machine.store.put(keys_of(numbers), pages_of(numbers)))
+
+        writers = [threading.Thread(target=write, args=(machine,)) for machine in machines]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join(HANG_S)
+        assert len(answers) == 2 and all((answer <= Outcome.EXISTS).all() for answer in answers)
+        for machine in machines:
+            machine.wait_stored(30)
+        assert start("c").check(numbers) == 30
+
+    @pytest.mark.parametrize("num_stored", [0, 1], ids=["at once", "while it stores"])
+    def test_either_is_killed_at_any_moment(self, start: Start, num_stored: int) -> None:
+        """Whoever is left reads right bytes, or misses."""
+        first, second = start("a"), start("b")
+        numbers = range(40)
+        first.store.put(keys_of(numbers), pages_of(numbers))
+        if num_stored:
+            first.wait_stored(num_stored)
+        first.daemon.kill()
+        came = second.check(numbers)
+        assert num_stored <= came <= 40
+        assert (second.store.put(keys_of(numbers), pages_of(numbers)) <= Outcome.EXISTS).all()
+        second.wait_stored(40 - came)
+        second.daemon.kill()
+        assert start("c").check(numbers) == 40

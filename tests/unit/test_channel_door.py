@@ -35,12 +35,6 @@ def node():
         yield node
 
 
-@pytest.fixture
-def door(node):
-    with RunningDoor(node) as door:
-        yield door
-
-
 def fill(region, keys, frames):
     region.begin_write(frames)
     for key, frame in zip(keys, frames, strict=True):
