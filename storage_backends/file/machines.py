@@ -134,6 +134,8 @@ class SharedMachines(Machine):
         fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
 
     def stamps(self, now_ns: int, count: int) -> I64:
+        # About a millisecond from page to page: batches that follow each other faster than that are mixed in the order
+        # of eviction. Never behind the batch before would run ahead of the clock for as long as the machine is busy.
         return (now_ns // _OWNERS - np.arange(count, dtype=np.int64)) * _OWNERS + self.owner
 
     def owned(self, found: FoundFiles) -> Bools:
