@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cachekernels.region import Region
@@ -161,21 +162,28 @@ def ask(path: Path) -> None:
 
 
 def copy(path: Path) -> None:
-    """Orders: `seconds`. Answers bytes and seconds."""
+    """Orders: `bytes_per_s`, of which it does no more; it copies until a line tells it to stop. Answers bytes and
+    seconds."""
     client = ChannelClient(dial_socket(path), PATIENT)
     client.attach(AttachRequest(LARGE, "copier", NUM_COPIED, LARGE.page_bytes()))
     keys, frames = copied_keys(), np.arange(NUM_COPIED, dtype=np.int32)
     for order in orders():
         started, num_bytes = time.perf_counter(), 0
-        while time.perf_counter() - started < order["seconds"]:
+        while not is_told(num_bytes / order["bytes_per_s"] - (time.perf_counter() - started)):
             op = client.prefetch(keys, frames, frames.astype(np.uint32))
             if isinstance(op, Declined):
                 raise AssertionError(f"declined: {op.reason}")
             while not has_ended(client.poll()):
                 select.select([client.fileno()], [], [])
             num_bytes += NUM_COPIED * LARGE.page_bytes()
+        sys.stdin.readline()
         say({"bytes": num_bytes, "seconds": time.perf_counter() - started})
     client.detach()
+
+
+def is_told(within_s: float) -> bool:
+    """The next line has come by then. Only for orders that are read one at a time, with nothing read ahead."""
+    return bool(select.select([sys.stdin], [], [], max(within_s, 0.0))[0])
 
 
 def has_ended(events: list[Event]) -> bool:
@@ -201,10 +209,10 @@ def timed(call: Callable[[], None], num_calls: int) -> dict[str, float]:
     return {"seconds": before - started, "median_s": statistics.median(each)}
 
 
-def orders() -> Iterator[dict[str, int]]:
+def orders() -> Iterator[dict[str, Any]]:
     """Each line of stdin."""
     say("ready")
-    for line in sys.stdin:
+    while line := sys.stdin.readline():
         yield json.loads(line)
 
 
