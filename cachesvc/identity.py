@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 from cachekernels.pages import wrap_hashes
@@ -103,15 +104,20 @@ def store_keys(tenant: str, namespace: str, page_bytes: int, keys: NDArray[np.ui
     The node wraps them itself, so that no client can name a page of another tenant, whatever keys it sends. Each ends
     with the tag of its namespace, by which all of them can be found in memory and on any medium (docs/adr/0040).
     """
-    named = hashlib.sha256(b"cs1/store" + encode_value((namespace, page_bytes))).digest()
-    wrapped = wrap_hashes("sha256", named, scope_digest(tenant=tenant), keys)
+    wrapped = wrap_hashes("sha256", _store_digest(namespace, page_bytes), scope_digest(tenant=tenant), keys)
     wrapped[:, -TAG_BYTES:] = store_tag(tenant, namespace, page_bytes)
     return wrapped
 
 
+@lru_cache(maxsize=256)
+def _store_digest(namespace: str, page_bytes: int) -> bytes:
+    return hashlib.sha256(b"cs1/store" + encode_value((namespace, page_bytes))).digest()
+
+
+@lru_cache(maxsize=256)
 def store_tag(tenant: str, namespace: str, page_bytes: int) -> NDArray[np.uint8]:
-    """uint8 [8] with which the node's keys of these pages end. To find a tenant or namespace that has the tag of
-    another takes 2**64 attempts."""
+    """uint8 [8], read-only, with which the node's keys of these pages end. To find a tenant or namespace that has the
+    tag of another takes 2**64 attempts."""
     digest = hashlib.sha256(b"cs1/store-tag" + encode_value((tenant, namespace, page_bytes))).digest()
     return np.frombuffer(digest[:TAG_BYTES], np.uint8)
 

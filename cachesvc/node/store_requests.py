@@ -145,7 +145,10 @@ class Lookup:
         frames, _ = self.session.slab.find(self.keys)
         self.outcomes[frames >= 0] = Outcome.OK
         missing = np.flatnonzero(frames < 0)
-        self.look_below(missing)
+        if len(missing):
+            self.look_below(missing)
+        else:
+            self.below(missing)
 
     def look_below(self, rows: NDArray[np.intp]) -> None:
         """Asks the tiers, and other regions, for the pages of `rows`."""

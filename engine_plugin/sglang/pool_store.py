@@ -6,6 +6,7 @@ cut for ranks of another number (`Shard`) is several objects; it is there when a
 
 from __future__ import annotations
 
+import binascii
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -190,4 +191,4 @@ def keys_of(hashes: Sequence[str]) -> Keys:
     """uint8 [n, 32]. ValueError: a hash is not one of SGLang's."""
     if not set(map(len, hashes)) <= {HASH_DIGITS}:
         raise ValueError(f"page hashes: expected {HASH_DIGITS} hexadecimal digits each")
-    return np.frombuffer(bytes.fromhex("".join(hashes)), np.uint8).reshape(-1, HASH_DIGITS // 2)
+    return np.frombuffer(binascii.unhexlify("".join(hashes)), np.uint8).reshape(-1, HASH_DIGITS // 2)

@@ -77,13 +77,14 @@ void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t sc
                  size_t hash_bytes, size_t num_hashes, uint8_t* out) {
     require_hash_bytes(scheme, hash_bytes);
     const auto scheme_bytes = static_cast<uint32_t>(scheme.size());
+    Sha256 beginning;  // of every message: its whole blocks are worked through once
+    beginning.update(wrap_tag, tag_bytes);
+    beginning.update(&scheme_bytes, sizeof(scheme_bytes));
+    beginning.update(scheme.data(), scheme.size());
+    beginning.update(ns, key_bytes);
+    beginning.update(scope, key_bytes);
     for (size_t i = 0; i < num_hashes; ++i) {
-        Sha256 hash;
-        hash.update(wrap_tag, tag_bytes);
-        hash.update(&scheme_bytes, sizeof(scheme_bytes));
-        hash.update(scheme.data(), scheme.size());
-        hash.update(ns, key_bytes);
-        hash.update(scope, key_bytes);
+        Sha256 hash = beginning;
         hash.update(hashes + i * hash_bytes, hash_bytes);
         hash.finish(out + i * key_bytes);
     }
