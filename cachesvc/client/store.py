@@ -46,6 +46,7 @@ from cachesvc.client.store_arguments import (
 from cachesvc.client.store_connection import ReconnectInCall, StoreConnection
 from cachesvc.client.store_hold import PageHold
 from cachesvc.client.store_link import NodeSilent, StoreLink
+from cachesvc.client.store_reads import Reads
 from cachesvc.identity import store_keys
 from cachesvc.node.store_sessions import StoreRequest
 from cachesvc.rpc import managed_pb2, store_codec
@@ -156,12 +157,12 @@ class Store:
         order."""
         check_keys(keys)
         memory = page_memory("out", out, segment_bytes, len(keys), self.page_bytes, writable=True)
-        depths = page_depths(first_page, len(keys))
+        reads = Reads(keys, page_depths(first_page, len(keys)))
 
         def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
-            return self._get(link, keys[part], memory[part], depths[part], deadline_s)
+            return self._get(link, reads, part, memory[part], deadline_s)
 
-        return self._run(len(keys), one, timeout_s, lambda link: link.max_pages)
+        return self._run(len(keys), one, timeout_s, lambda link: link.max_pages, reads.give_up)
 
     def hold(self, keys: Keys, *, timeout_s: float | None = None) -> PageHold:
         """Keeps the first pages as they are until they are released: those in the node's memory, up to one that is not.
@@ -247,8 +248,16 @@ class Store:
 
     # ---- one call
 
-    def _run(self, count: int, one: Slice, timeout_s: float | None, slice_size: Callable[[StoreLink], int]) -> Outcomes:
-        """Runs `one` over slices of [0, count) and puts its outcomes together; what went wrong ends the call."""
+    def _run(
+        self,
+        count: int,
+        one: Slice,
+        timeout_s: float | None,
+        slice_size: Callable[[StoreLink], int],
+        give_up: Callable[[StoreLink], None] | None = None,
+    ) -> Outcomes:
+        """Runs `one` over slices of [0, count) and puts its outcomes together; what went wrong ends the call. give_up:
+        called where no further slice is wanted of a connection that is well."""
         if self._pid != os.getpid():
             raise RuntimeError("this store was opened before a fork; open another one in the child")
         if timeout_s is not None:
@@ -258,11 +267,18 @@ class Store:
         if not self._lock.acquire(timeout=budget_s):  # another thread's call took all of it
             return outcomes(count, Outcome.TIMEOUT)
         try:
-            return self._slices(count, one, deadline_s, slice_size)
+            return self._slices(count, one, deadline_s, slice_size, give_up)
         finally:
             self._lock.release()
 
-    def _slices(self, count: int, one: Slice, deadline_s: float, slice_size: Callable[[StoreLink], int]) -> Outcomes:
+    def _slices(
+        self,
+        count: int,
+        one: Slice,
+        deadline_s: float,
+        slice_size: Callable[[StoreLink], int],
+        give_up: Callable[[StoreLink], None] | None,
+    ) -> Outcomes:
         results = outcomes(count, Outcome.UNAVAILABLE)
         first = 0
         while first < count:
@@ -272,6 +288,10 @@ class Store:
             part = slice(first, min(count, first + slice_size(link)))
             try:
                 results[part] = one(link, part, deadline_s)
+                first = part.stop
+                is_late = first < count and time.monotonic() >= deadline_s  # by copying: the node owes nothing
+                if is_late and give_up is not None:
+                    give_up(link)
             except NodeSilent:
                 self._connection.drop("it did not answer in time")
                 results[first:] = Outcome.TIMEOUT
@@ -282,8 +302,7 @@ class Store:
             except BaseException:
                 self._connection.drop("the call was interrupted")  # what it holds can only be given back like this
                 raise
-            first = part.stop
-            if first < count and time.monotonic() >= deadline_s:  # by copying: the node owes nothing
+            if is_late:
                 results[first:] = Outcome.TIMEOUT
                 break
         return results
@@ -312,11 +331,10 @@ class Store:
             results[granted] = store_codec.outcomes_of(_said(answer, "committed").committed.outcomes, len(frames))
         return results
 
-    def _get(self, link: StoreLink, keys: Keys, out: PageMemory, depths: U32, deadline_s: float) -> Outcomes:
-        get = managed_pb2.Get(keys=keys.tobytes(), depths=depths.tobytes())
-        asked = managed_pb2.ToStore(get=get)
-        found = _said(link.ask(asked, deadline_s), "found").found
-        results, frames = store_codec.outcomes_of(found.outcomes, len(keys)), frames_of(found.frames)
+    def _get(self, link: StoreLink, reads: Reads, part: slice, out: PageMemory, deadline_s: float) -> Outcomes:
+        call, answer = reads.ask(link, part, deadline_s)
+        found = _said(answer, "found").found
+        results, frames = store_codec.outcomes_of(found.outcomes, part.stop - part.start), frames_of(found.frames)
         generations = store_codec.generations_of(found.generations)
         there = np.flatnonzero(results == Outcome.OK)
         if not len(there) == len(frames) == len(generations):
@@ -326,7 +344,7 @@ class Store:
             is_stable = link.region.read(frames, generations, target.addresses, segment_bytes=target.segment_bytes)
             results[there[~is_stable]] = Outcome.MISS  # deleted while it was copied
             try:
-                link.tell(managed_pb2.ToStore(release=managed_pb2.Release(found=asked.call)))
+                link.tell(managed_pb2.ToStore(release=managed_pb2.Release(found=call)))
             except LinkBroken as error:  # what was read stays read
                 self._connection.drop(str(error))
         return results

@@ -37,27 +37,51 @@ class StoreLink:
         self.boot_id = welcome.boot_id
         self.max_pages = max(1, welcome.store.max_pages)
         self.max_keys = max(1, welcome.store.max_keys)
+        self.max_held_pages = max(self.max_pages, welcome.store.max_held_pages)
         self.region = _slab(greeted, request)
         max_bytes = welcome.limits.max_message_bytes
         self._link = Link(greeted.sock, max_bytes, 2 * max_bytes)
         self._call = 0
+        self._answers: dict[int, managed_pb2.FromStore | None] = {}  # of calls that somebody will ask for
         self.is_closed = False
 
     def ask(self, message: managed_pb2.ToStore, deadline_s: float) -> managed_pb2.FromStore:
         """Sends a call and waits for its answer; numbers the message. LinkBroken, NodeSilent; BadMessage: the answer
         is none."""
+        self.begin(message)
+        return self.answer(message, deadline_s)
+
+    def begin(self, message: managed_pb2.ToStore) -> None:
+        """Sends a call whose answer is to be taken by `answer`, or given up by `forget`. LinkBroken."""
         self.tell(message)
-        while True:
-            for data in self._link.receive():
-                answer = managed_pb2.FromStore()
-                codec.parse(answer, data)
-                if answer.call == message.call:
-                    return answer
+        self._answers[message.call] = None
+
+    def answer(self, message: managed_pb2.ToStore, deadline_s: float) -> managed_pb2.FromStore:
+        """Waits for the answer to a call that was begun. LinkBroken, NodeSilent, BadMessage."""
+        while (answer := self._answers[message.call]) is None:
+            if self._take_in():
+                continue
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 raise NodeSilent("the node did not answer in time")
             self._link.flush()
             self._link.wait(remaining_s)
+        del self._answers[message.call]
+        return answer
+
+    def forget(self, message: managed_pb2.ToStore) -> None:
+        """Nobody takes the answer of this call any more."""
+        self._answers.pop(message.call, None)
+
+    def _take_in(self) -> bool:
+        """Answers that have arrived; False: none. Those that nobody waits for are let go."""
+        received = self._link.receive()
+        for data in received:
+            answer = managed_pb2.FromStore()
+            codec.parse(answer, data)
+            if answer.call in self._answers:
+                self._answers[answer.call] = answer
+        return bool(received)
 
     def tell(self, message: managed_pb2.ToStore) -> None:
         """Sends a call, numbered, and waits for nothing. LinkBroken."""

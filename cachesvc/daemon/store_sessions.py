@@ -38,7 +38,10 @@ class StoreOpener(SessionOpener):
             tiers=[common_pb2.Tier(name=name) for name in self._node.tier_names],
             pid=os.getpid(),
             store=managed_pb2.StoreOpened(
-                num_frames=region.num_frames, max_pages=session.max_pages, max_keys=session.max_keys
+                num_frames=region.num_frames,
+                max_pages=session.max_pages,
+                max_keys=session.max_keys,
+                max_held_pages=session.max_held_pages,
             ),
         )
         return Opened(StoreHandler(self._node, session), welcome, (os.dup(region.data_fd), os.dup(region.directory_fd)))

@@ -23,14 +23,16 @@ class OpenStore(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., page_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., previous_session_id: _Optional[int] = ..., previous_boot_id: _Optional[bytes] = ...) -> None: ...
 
 class StoreOpened(_message.Message):
-    __slots__ = ("num_frames", "max_pages", "max_keys")
+    __slots__ = ("num_frames", "max_pages", "max_keys", "max_held_pages")
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     MAX_PAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_KEYS_FIELD_NUMBER: _ClassVar[int]
+    MAX_HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     num_frames: int
     max_pages: int
     max_keys: int
-    def __init__(self, num_frames: _Optional[int] = ..., max_pages: _Optional[int] = ..., max_keys: _Optional[int] = ...) -> None: ...
+    max_held_pages: int
+    def __init__(self, num_frames: _Optional[int] = ..., max_pages: _Optional[int] = ..., max_keys: _Optional[int] = ..., max_held_pages: _Optional[int] = ...) -> None: ...
 
 class ToStore(_message.Message):
     __slots__ = ("call", "reserve", "commit", "get", "release", "contains", "delete", "leave", "clear", "hold")

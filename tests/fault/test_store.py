@@ -139,7 +139,7 @@ def test_a_read_that_takes_too_long_is_given_up_and_holds_nothing(node, door, ba
         store.put(KEYS, PAGES)
         for seed in range(1, 5):
             store.put(some_keys(4, seed), PAGES)
-            until(door, lambda: not node.managed.slabs()[0].ops)  # stored, so that they may leave
+            door.until(lambda: not node.managed.slabs()[0].ops)  # stored, so that they may leave
         let_go = threading.Event()
         backend.before["get"] = lambda ids: let_go.wait(HANG_S) and None
         assert set(got(store, timeout_s=0.05)) == {TIMEOUT}
@@ -147,7 +147,7 @@ def test_a_read_that_takes_too_long_is_given_up_and_holds_nothing(node, door, ba
         backend.before.clear()
         again(store)
         assert got(store) == [OK] * 4
-    until(door, lambda: not node.managed.num_sessions())
+    door.until(lambda: not node.managed.num_sessions())
     assert node.managed.slabs()[0].counts()["held"] == 0
 
 
@@ -156,7 +156,7 @@ def test_clear_keeps_nothing_that_is_on_its_way_into_memory(node, door, backend,
         store.put(KEYS, PAGES)
         for seed in range(1, 5):
             store.put(some_keys(4, seed), PAGES)
-            until(door, lambda: not node.managed.slabs()[0].ops)
+            door.until(lambda: not node.managed.slabs()[0].ops)
         has_read, let_go, found = threading.Event(), threading.Event(), []
         get_into = backend.inner.get_into
 
@@ -210,11 +210,11 @@ def test_clear_waits_for_what_is_being_written_and_takes_that_too():
             ops = node.managed.slabs()[0].ops.values()
             return any(isinstance(op, DeleteOp) and op.state is OpState.PARKED for op in list(ops))
 
-        until(door, lambda: is_waiting() or not clearing.is_alive())
+        door.until(lambda: is_waiting() or not clearing.is_alive())
         backend.let_go.set()
         clearing.join(HANG_S)
         assert cleared == [Outcome.OK]
-        until(door, lambda: not node.managed.slabs()[0].ops)
+        door.until(lambda: not node.managed.slabs()[0].ops)
         assert got(store) == [MISS] * 4
         assert not [batch for batch in backend.scan() if len(batch.ids)]
 
@@ -302,15 +302,6 @@ def test_an_interrupted_call_holds_nothing(node, door, monkeypatch):
 # clients that die
 
 
-def until(door, condition):
-    """Turns of the loop, until it is so."""
-    for _ in range(200_000):
-        if condition():
-            return
-        door.turn()
-    raise AssertionError("it never came to that")
-
-
 def child(path, step, seed=7):
     arguments = [str(path), str(PAGE_BYTES), str(seed), step]
     return subprocess.Popen([sys.executable, "-m", "tests.helpers.store_child", *arguments], cwd=ROOT)
@@ -322,7 +313,7 @@ def test_a_client_killed_in_mid_put_leaves_nothing(node, door, step):
         store.put(KEYS, PAGES)
         assert child(door.path, step).wait() == -signal.SIGKILL
         slab = node.managed.slabs()[0]
-        until(door, lambda: node.managed.num_sessions() == 1)
+        door.until(lambda: node.managed.num_sessions() == 1)
         node.tick()
         counts = slab.counts()
         assert counts["quarantined"] == counts["writing"] == 0
@@ -336,8 +327,8 @@ def test_a_client_killed_with_a_reference_releases_it(node, door):
         keys = some_keys(3, 7)
         store.put(keys, PAGES[:3])
         assert child(door.path, "found").wait() == -signal.SIGKILL
-        until(door, lambda: node.managed.num_sessions() == 1)
-        until(door, lambda: node.managed.slabs()[0].counts()["held"] == 0)  # those that wait for storage have their own
+        door.until(lambda: node.managed.num_sessions() == 1)
+        door.until(lambda: node.managed.slabs()[0].counts()["held"] == 0)  # those that wait for storage have their own
 
 
 def test_what_a_stopped_client_may_still_write_is_not_used_until_it_is_dead(node, door):
@@ -346,7 +337,7 @@ def test_what_a_stopped_client_may_still_write_is_not_used_until_it_is_dead(node
     slab = node.managed.slabs()[0]
     session = next(iter(node.managed._sessions.values()))
     door.loop.call_soon_threadsafe(lambda: [c.abort() for c in list(door.door._desk.connections.values())])
-    until(door, lambda: not node.managed.num_sessions())
+    door.until(lambda: not node.managed.num_sessions())
     assert session.is_ended
     node.tick()
     assert slab.counts()["quarantined"] == 3
@@ -448,7 +439,7 @@ def test_what_cannot_be_meant_is_refused_and_counted(node, door, kind):
         assert answer.error.reason == reason
         assert rejected(node, reason) == 1
         assert client.ask(reserve(2)).reserved.outcomes == bytes(4), "the session goes on"
-    until(door, lambda: not node.managed.num_sessions())
+    door.until(lambda: not node.managed.num_sessions())
 
 
 def test_a_message_sent_twice_does_nothing_the_second_time(node, door):
@@ -467,12 +458,12 @@ def test_a_door_that_closes_does_not_wait_for_reads_that_hang_nor_free_what_is_b
         for seed in range(2, 12, 2):  # so many that the first are only in storage
             with opened(door.path) as store:
                 assert store.put(some_keys(4, seed), PAGES).tolist() == [OK] * 4
-            until(door, lambda: not node.managed.slabs()[0].ops)
+            door.until(lambda: not node.managed.slabs()[0].ops)
         writer.ask(reserve(1))
         backend.before["get"] = lambda ids: let_go.wait(HANG_S) and None
         asked = {"keys": some_keys(4, 2).tobytes(), "depths": positions(4).tobytes()}
         client.send(get(1, **asked))
-        until(door, lambda: node.managed.slabs()[0].ops)
+        door.until(lambda: node.managed.slabs()[0].ops)
         assert door.stop(0.05) == 0
         assert client.receive() is None
         assert node.managed.slabs()[0].counts()["quarantined"] == 4
@@ -523,7 +514,7 @@ def test_random_messages_leave_the_node_in_order(node, door):
                     body[random_.randrange(len(body))] = random_.randrange(256)
                 client.send(len(body).to_bytes(4, "little") + bytes(body))
             before = client.welcome
-        until(door, lambda: not node.managed.num_sessions())
+        door.until(lambda: not node.managed.num_sessions())
     assert node.managed.slabs()[0].counts()["writing"] == 0
     RawStore(door.path, before).sock.close()
     with opened(door.path) as store:
@@ -536,7 +527,7 @@ def test_the_word_of_a_client_of_another_node_is_not_taken(node, door, boot_id):
     with RawStore(door.path) as client:
         client.ask(reserve(1))
         before = client.welcome
-    until(door, lambda: not node.managed.num_sessions())
+    door.until(lambda: not node.managed.num_sessions())
     assert node.managed.slabs()[0].counts()["quarantined"] == 4
     right, before.boot_id = before.boot_id, boot_id
     with RawStore(door.path, before):

@@ -7,7 +7,7 @@ import select
 import socket
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,14 @@ class RunningDoor:
             await asyncio.sleep(0)
 
         self.call(nothing())
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Turns of the loop, until it is so."""
+        for _ in range(200_000):
+            if condition():
+                return
+            self.turn()
+        raise AssertionError("it never came to that")
 
     def adopted(self) -> socket.socket:
         """A socket whose other end the door serves."""

@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ PAGES = 128
 AMOUNT = PAGES * PAGE_BYTES
 MANAGED = "2 GiB"
 NEVER_MS = 9000
+LOOK_S = 3e-3
+"""A hundredth of what is measured."""
 
 
 class Side:
@@ -152,13 +155,15 @@ def paired(
 def backup_bypassed(run: Run) -> Measurement:
     """Host pool → the disk: until the node's file tier has every page."""
     numbers = itertools.count()
-    with ours(keeps_files=True) as (mine, daemon), files() as (theirs, path):
+    with ours(keeps_files=True, memory_gib=3 * AMOUNT / 2**30) as (mine, daemon), files() as (theirs, path):
+        stored = itertools.count(PAGES, PAGES)
 
         def store() -> None:
-            expected = stored_pages(daemon) + PAGES
             mine.put(fresh_keys(next(numbers)))
-            while stored_pages(daemon) < expected:
-                os.sched_yield()
+            wait_stored(daemon, next(stored))
+
+        for _ in range(4):
+            store()  # every frame has been written once
 
         def reference() -> None:
             theirs.put(fresh_keys(next(numbers)))
@@ -179,8 +184,7 @@ def prefetch_bypassed(run: Run) -> Measurement:
     with ours(keeps_files=True, memory_gib=2 * AMOUNT / 2**30) as (mine, daemon), files() as (theirs, path):
         for number, keys in enumerate(sets):
             mine.put(keys)
-            while stored_pages(daemon) < (number + 1) * PAGES:
-                os.sched_yield()
+            wait_stored(daemon, (number + 1) * PAGES)
         theirs.put(sets[0])
         drop_page_cache(path)
         return paired(
@@ -188,8 +192,13 @@ def prefetch_bypassed(run: Run) -> Measurement:
         )
 
 
+def wait_stored(daemon: Daemon, num_pages: int) -> None:
+    """Until the daemon has written so many pages to its tier; asked now and then, so that it can get on with that."""
+    while stored_pages(daemon) < num_pages:
+        time.sleep(LOOK_S)
+
+
 def stored_pages(daemon: Daemon) -> int:
-    """Pages that the daemon has written to its tier so far."""
     lines = daemon.client.get("/metrics").text.splitlines()
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith("cachesvc_stored_pages_total"))
 
