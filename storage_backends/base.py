@@ -139,6 +139,8 @@ class Capabilities:
     """`usage` covers every object on the medium; otherwise nobody counts and it is all zeros."""
     bounded_by: str = ""
     """Who bounds it where it does not itself, for people: "the server's maxmemory". Empty: nobody."""
+    dated: bool = True
+    """`scan` says when each object was written; otherwise it says 0, and nothing can leave by its age."""
     remote: bool = False
     """Reached over a connection, so that any call may hang or fail for a while: opened behind all layers."""
 
@@ -267,6 +269,14 @@ class StorageBackend(ABC):
     @abstractmethod
     def scan(self) -> Iterator[ScanBatch]:
         """Every object on the medium, from the medium. Objects put or deleted meanwhile may or may not appear."""
+
+    def touch(self, ids: ObjectIds) -> None:
+        """These have been used together, as if one `get_into` had read them all: later ones leave before earlier ones.
+
+        For objects that several calls have read or put, of which the beginning would leave first. Nothing happens where
+        room is not this backend's to keep. No I/O, and nothing is raised.
+        """
+        del ids
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Whether start-up work has ended (by then). Until it has, reads work and puts answer THROTTLED."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from storage_backends.errors import StorageConfigError
 
 UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_MOST_BYTES = 2**60
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def check_names(backend: str, given: Mapping[str, object], known: Iterable[str]) -> None:
@@ -36,8 +37,8 @@ def byte_size(name: str, value: object) -> int:
     if match is None or match[2] not in UNITS:
         raise StorageConfigError(f"{name}={value!r} is not a size; write bytes or a number with {', '.join(UNITS)[2:]}")
     size = int(float(match[1]) * UNITS[match[2]]) if "." in match[1] else int(match[1]) * UNITS[match[2]]
-    if size < 1:
-        raise StorageConfigError(f"{name}={value!r} must be at least one byte")
+    if not 1 <= size <= _MOST_BYTES:
+        raise StorageConfigError(f"{name}={value!r} is not within one byte and {_MOST_BYTES // 2**40} TiB")
     return size
 
 

@@ -11,11 +11,11 @@ from typing import TypeVar
 import numpy as np
 
 from cachesvc.config.model import ConfigError, TierConfig
-from cachesvc.node.tiers import Tier, TierOptions, demotions
+from cachesvc.node.tiers import Tier, TierOptions, check_places, demotions
 from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
 from storage_backends.bounds import as_bounded, in_bounds
 from storage_backends.errors import StorageConfigError, StorageError
-from storage_backends.layers.expiry import ExpiryLayer
+from storage_backends.layers.expiry import ExpiryLayer, check_dated
 from storage_backends.registry import WITHOUT_SERVICE, look_at_backend, open_backend
 
 OPEN_S = 20.0
@@ -45,8 +45,9 @@ def open_tiers(configs: Sequence[TierConfig], *, takes_part: bool = True) -> lis
 
 
 def _check_order(tiers: Sequence[Tier]) -> None:
-    """ConfigError: a tier waits for what another one gives up, and none does."""
+    """ConfigError: a tier waits for what another one gives up, and none does; or two are one place."""
     try:
+        check_places(tiers)
         demotions(tiers)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -69,6 +70,12 @@ def _open(index: int, config: TierConfig, takes_part: bool) -> tuple[StorageBack
         raise ConfigError(
             f"{place}: {trouble}; start what it needs, take the tier out, or set optional = true to start without it"
         )
+    try:
+        if config.ttl_s is not None:
+            check_dated(backend.capabilities())
+    except ValueError as error:
+        _bounded(backend.close, ANSWER_S)
+        raise ConfigError(f"{place}: ttl_s: {error}") from error
     try:
         return _in_bounds(backend, config) if takes_part else as_bounded(backend, config.capacity_bytes), trouble
     except (ValueError, OSError) as error:

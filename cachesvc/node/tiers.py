@@ -6,6 +6,7 @@ name. A tier that is written on eviction stands behind one that evicts: the near
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,18 @@ from cachesvc.node.way_down import MovingPages, WayDown
 from storage_backends.base import EvictionReader, ObjectIds, Outcome, Outcomes, Segments, outcomes
 from storage_backends.errors import StorageError
 
-__all__ = ["Codec", "PageGuard", "Tier", "TierChain", "TierOptions", "TierRead", "WriteMode", "demotions", "succeeded"]
+__all__ = [
+    "Codec",
+    "PageGuard",
+    "Tier",
+    "TierChain",
+    "TierOptions",
+    "TierRead",
+    "WriteMode",
+    "check_places",
+    "demotions",
+    "succeeded",
+]
 
 Keys = NDArray[np.uint8]
 PageGuard = Callable[[NDArray[np.intp]], NDArray[np.bool_]]
@@ -55,7 +67,8 @@ class TierChain:
     """Tiers in the order in which they are read. Every call may block on I/O, except `known`. Thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], counters: NodeCounters, clock: Clock) -> None:
-        """ValueError: a tier is to be written on eviction, and nothing above it evicts."""
+        """ValueError: a tier is to be written on eviction, and nothing above it evicts; or two are one place."""
+        check_places(tiers)
         self._counters = counters
         self._tiers = [CountedTier(tier, counters, clock) for tier in tiers]
         # Those that answer from memory are asked before those that have to look.
@@ -138,6 +151,12 @@ class TierChain:
             own = partial(_of_some, guard, which)
             results[which] = self._write_each(above, namespace, ids[which], segments.take(which), own)
         return results
+
+    def used_together(self, ids: ObjectIds) -> None:
+        """Pages of one chain, in order, that were read or written by several calls: the deepest of all of them leaves
+        first, and not the end of what the first call had. No I/O."""
+        for tier in self._tiers:
+            tier.backend.touch(ids)
 
     def watch(self, leaving: Leaving) -> None:
         """From now on `leaving(source, target, ids, read)` is called as `StorageBackend.on_eviction` says."""
@@ -280,6 +299,18 @@ class TierChain:
         if self._uses is None or tier.options.admit_after == 1:
             return np.zeros(len(ids), np.bool_)
         return np.less(self._uses.counts(ids), tier.options.admit_after)
+
+
+def check_places(tiers: Sequence[Tier]) -> None:
+    """ValueError names two tiers that are one place: each would count and give up the other's pages, and what one of
+    them evicts would be written there again."""
+    first: dict[str, str] = {}
+    for tier in tiers:
+        place = tier.backend.place()
+        if place and (other := first.setdefault(os.path.realpath(place), tier.name)) != tier.name:
+            raise ValueError(
+                f"tiers {other!r} and {tier.name!r} are both at {place}: take one of them out, or give it another place"
+            )
 
 
 def demotions(tiers: Sequence[Tier]) -> dict[int, int]:

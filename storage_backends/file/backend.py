@@ -113,6 +113,9 @@ class FileBackend(StorageBackend):
     def scan(self) -> Iterator[ScanBatch]:
         return self._current.scan()
 
+    def touch(self, ids: ObjectIds) -> None:
+        self._current.touch(ids)
+
     def place(self) -> str:
         return self._current.place()
 

@@ -245,6 +245,9 @@ class ObjectDirectory(StorageBackend):
             if len(found.ids):
                 yield ScanBatch(found.ids, found.num_bytes, found.modified_ns)
 
+    def touch(self, ids: ObjectIds) -> None:
+        self._index.objects.touch(ids, np.ones(len(ids), np.bool_))
+
     def place(self) -> str:
         return str(self._path)
 

@@ -131,7 +131,12 @@ class SharedMachines(Machine):
         self._name = name
         self.owner = owner_of(name)
         self._alive_fd = os.open(self.home / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(self._alive_fd, fcntl.LOCK_SH)
+            self._check_mark()
+        except BaseException:
+            os.close(self._alive_fd)
+            raise
 
     def stamps(self, now_ns: int, count: int) -> I64:
         # About a millisecond from page to page: batches that follow each other faster than that are mixed in the order
@@ -159,6 +164,15 @@ class SharedMachines(Machine):
 
     def close(self) -> None:
         os.close(self._alive_fd)
+
+    def _check_mark(self) -> None:
+        """Raises StorageConfigError where another machine has the same mark: it would take our objects for its own."""
+        twins = [machine.name for machine in self._live_machines() if owner_of(machine.name) == self.owner]
+        if twins:
+            raise StorageConfigError(
+                f"machine={self._name!r} and {twins[0]!r}, which uses {str(self._root)!r} too, cannot be told apart: "
+                "choose another name"
+            )
 
     def _live_machines(self) -> list[Path]:
         return [machine for machine in _live_machines(self._all) if machine.name != self._name]

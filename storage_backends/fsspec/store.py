@@ -7,6 +7,7 @@ rename. `exists` of fsspec is not used: it says "no" to every error.
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from storage_backends.base import Outcome, Room
 from storage_backends.bounds import room_of_path
-from storage_backends.fsspec.failures import object_error
+from storage_backends.fsspec.failures import object_error, outcome_of
 from storage_backends.names import NAME_DIGITS, is_name
 from storage_backends.per_object import Listing, ObjectError, ObjectStore
 from storage_backends.segment_views import fill, starts_alike
@@ -55,7 +56,7 @@ class RenameCommit(Commit):
             fs.mv(temporary, path)
         except BaseException:
             with suppress(Exception):
-                fs.rm(temporary)
+                _remove(fs, temporary)
             raise
 
     def _pipe(self, fs: Any, path: str, value: bytes) -> None:
@@ -77,19 +78,18 @@ class FsspecStore(ObjectStore):
         self._commit = commit
         self._is_remote = is_remote
         self._is_on_disk = isinstance(fs, LocalFileSystem)
-        self._now = now
+        self._leftovers = _Leftovers(now)
 
     def size(self, name: str) -> int:
         path = self._path(name)
         found = self._info(path)
         if found is None or not _is_file(found):
             return -1
-        if found.get("size") is None:
-            raise ObjectError(Outcome.FAILED, f"{path}: the file system tells no sizes")
-        return int(found["size"])
+        return _size(found, path)
 
     def read(self, name: str, into: list[memoryview]) -> Outcome:
-        value = self._value(name)
+        # One byte more tells that it is longer, however long: it may be anybody's.
+        value = self._beginning(name, sum(len(part) for part in into) + 1)
         if value is None:
             return Outcome.MISS
         return Outcome.OK if fill(into, value) else Outcome.CORRUPT
@@ -102,6 +102,7 @@ class FsspecStore(ObjectStore):
                 return Outcome.EXISTS
             # A rename would move the object into a folder, or put it in the place of what is not ours.
             raise ObjectError(Outcome.FAILED, f"{path}: a {found.get('type')} is in its place")
+        self._remove_leftovers()
         with self._failures(path):
             self._commit.write(self._fs, path, value)
         return Outcome.OK
@@ -113,13 +114,13 @@ class FsspecStore(ObjectStore):
         path = self._path(name)
         with self._failures(path):
             try:
-                self._fs.rm(path)
+                _remove(self._fs, path)
             except FileNotFoundError:
                 return Outcome.MISS
         return Outcome.OK
 
     def remove_if(self, name: str, seen: list[memoryview]) -> Outcome:
-        value = self._value(name)
+        value = self._beginning(name, sum(len(part) for part in seen) + 1)
         if value is None:
             return Outcome.MISS
         return self.remove(name) if starts_alike(seen, value) else Outcome.CHANGED
@@ -129,6 +130,7 @@ class FsspecStore(ObjectStore):
             if shard.get("type") == "directory":
                 entries = self._ls(shard["name"])
                 yield [found for entry in entries if (found := self._entry(entry)) is not None]
+        self._remove_leftovers()
 
     def place(self) -> str:
         return str(self._fs.unstrip_protocol(self._root))
@@ -147,16 +149,29 @@ class FsspecStore(ObjectStore):
                 return None
         return found
 
-    def _value(self, name: str) -> bytes | None:
+    def _beginning(self, name: str, most: int) -> bytes | None:
+        """The first bytes of an object, `most` at most."""
         if self._is_on_disk and self.size(name) < 0:
             return None  # opening a pipe would wait for its writer
         path = self._path(name)
         with self._failures(path):
             try:
-                value: bytes = self._fs.cat_file(path)
+                value: bytes = self._fs.cat_file(path, start=0, end=most)
             except FileNotFoundError:
                 return None
+            except Exception as error:
+                # Some refuse any range of an empty file.
+                is_final = outcome_of(error, is_remote=self._is_remote) is Outcome.FAILED
+                if not (is_final and self._is_empty(path)):
+                    raise
+                return b""
         return value
+
+    def _is_empty(self, path: str) -> bool:
+        try:
+            return bool(self._fs.info(path).get("size") == 0)
+        except Exception:  # what is wrong with it is told by the call before
+            return False
 
     def _ls(self, path: str) -> list[Mapping[str, Any]]:
         with self._failures(path):
@@ -166,21 +181,20 @@ class FsspecStore(ObjectStore):
                 return []
 
     def _entry(self, entry: Mapping[str, Any]) -> tuple[str, int, int] | None:
-        """An object; temporary files that lost their writer go."""
+        """An object. Temporary files are noted: they go when they have lost their writer."""
         path = str(entry["name"])
         name = path.rsplit("/", 1)[-1]
         if name.endswith(TEMPORARY) and is_name(name[:NAME_DIGITS]):
-            self._remove_stale(path, entry)
+            self._leftovers.note(path, _modified_ns(entry))
         name = name.removesuffix(SUFFIX)
         if not is_name(name) or not path.endswith(self._path(name)) or not _is_file(entry):
             return None
-        return name, int(entry["size"]), _modified_ns(entry)
+        return name, _size(entry, path), _modified_ns(entry)
 
-    def _remove_stale(self, path: str, entry: Mapping[str, Any]) -> None:
-        modified_ns = _modified_ns(entry)
-        if modified_ns and self._now() - modified_ns * 1e-9 > STALE_S:
+    def _remove_leftovers(self) -> None:
+        for path in self._leftovers.stale():
             with suppress(Exception):
-                self._fs.rm(path)
+                _remove(self._fs, path)
 
     @contextmanager
     def _failures(self, path: str) -> Iterator[None]:
@@ -192,6 +206,47 @@ class FsspecStore(ObjectStore):
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name[:2]}/{name}{SUFFIX}"
+
+
+class _Leftovers:
+    """Temporary files that a listing met. Nobody can tell whether they have a writer, until they are old."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._stale_from_s: dict[str, float] = {}
+
+    def note(self, path: str, modified_ns: int) -> None:
+        """0: the file system does not say when; such a file stays."""
+        if modified_ns:
+            with self._lock:
+                self._stale_from_s[path] = modified_ns * 1e-9 + STALE_S
+
+    def stale(self) -> list[str]:
+        """Those that have become old since the last call."""
+        if not self._stale_from_s:  # looked at without the lock: almost always there is none
+            return []
+        now_s = self._now()
+        with self._lock:
+            stale = [path for path, from_s in self._stale_from_s.items() if from_s < now_s]
+            for path in stale:
+                del self._stale_from_s[path]
+        return stale
+
+
+def _remove(fs: Any, path: str) -> None:
+    """One file. Not by `rm` where there is another way: for object stores that is a request for many, whose answer
+    says per object what failed, which nobody reads."""
+    try:
+        fs.rm_file(path)
+    except NotImplementedError:
+        fs.rm(path)
+
+
+def _size(found: Mapping[str, Any], path: str) -> int:
+    if found.get("size") is None:
+        raise ObjectError(Outcome.FAILED, f"{path}: the file system tells no sizes")
+    return int(found["size"])
 
 
 def _is_file(found: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from cachekernels.spoiled_memory import MemoryFault
 from numpy.typing import NDArray
 
 from storage_backends.base import Outcome, StorageBackend
@@ -149,6 +150,8 @@ class BreakerLayer(AroundLayer):
             raise
         except StorageError as error:
             verdict = Verdict.NOTHING if error.outcome in _SAYS_NOTHING else Verdict.FAILS
+            raise
+        except MemoryFault:  # an OSError, about the caller's memory
             raise
         except (OSError, MemoryError):
             verdict = Verdict.FAILS

@@ -5,8 +5,11 @@ DESIGN. The same accounting that bounds the file backend (`cachekernels.objects.
     put   reserve room ──> delete victims ──> settle ──> inner.put_from ──> commit what was stored
     start a scan of the medium, in a thread of its own, counts what is there; reads pass meanwhile, puts are THROTTLED.
           A scan that fails (the medium is away) is begun again after a pause that doubles up to a minute.
-    doubt a put whose answer was lost may take effect late. Its object counts until the medium has been asked, when no
-          call that was given up is under way any more: a miss does not count it off before, nor does its removal.
+    doubt a put or a removal whose answer was lost may take effect late. Its object counts until the medium has been
+          asked, when no call that was given up is under way any more: a miss does not count it off before, nor does its
+          removal.
+    miss  whoever misses an object counts it off as of the moment before it asked. So a put makes its object's entry
+          anew, even where there is one: that may stand for an earlier object, which somebody has just missed.
 
 So `used + reserved <= capacity` at every instant and after every restart, for what this process has found or written.
 NOTE: on a medium with several writers each one counts what it found at its start and what it wrote since; give each its
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -95,10 +99,10 @@ class CapacityLayer(PassingLayer):
         if not self._is_complete:
             known = self._index.contains(ids)
             return np.where(known, Outcome.EXISTS, Outcome.THROTTLED).astype(np.uint8)
-        with self._puts.call():
-            return self._put(ids, segments, guard)
+        with self._puts.call(), self._doubts.held(ids) as in_doubt:
+            return self._put(ids, segments, guard, in_doubt)
 
-    def _put(self, ids: ObjectIds, segments: Segments, guard: Guard | None) -> Outcomes:
+    def _put(self, ids: ObjectIds, segments: Segments, guard: Guard | None, in_doubt: NDArray[np.bool_]) -> Outcomes:
         reservation = self._index.reserve(ids, segments.object_lengths().astype(np.uint64))
         stored = np.zeros(len(ids), dtype=np.bool_)
         try:
@@ -108,7 +112,7 @@ class CapacityLayer(PassingLayer):
             result = ADMISSION_OUTCOMES[admission]
             # What is in doubt has its room already, and is tried once more.
             is_granted = admission == Admission.GRANTED
-            wanted = np.flatnonzero(is_granted | ((admission == Admission.EXISTS) & self._doubts.among(ids)))
+            wanted = np.flatnonzero(is_granted | ((admission == Admission.EXISTS) & in_doubt))
             if len(wanted):
                 own = None if guard is None else lambda: guard()[wanted]
                 # As if stored, in case this raises in the middle: too much counted, never too little.
@@ -118,17 +122,15 @@ class CapacityLayer(PassingLayer):
                 stored[wanted] &= np.isin(result[wanted], (*STORED, *IN_DOUBT))
             return result
         finally:
-            with self._committing:
-                self._index.commit(reservation, self._once(ids, stored))
+            self._commit(reservation, ids, stored)
 
-    def _once(self, ids: ObjectIds, stored: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """`stored` without what is in the index by now, and without the second of two equal ids: one object, counted
-        once."""
-        which = np.flatnonzero(stored & ~self._index.contains(ids))
-        _, first = np.unique(ids[which], axis=0, return_index=True)
-        once = np.zeros(len(ids), dtype=np.bool_)
-        once[which[first]] = True
-        return once
+    def _commit(self, reservation: Reservation, ids: ObjectIds, stored: NDArray[np.bool_]) -> None:
+        """Ends a reservation: each object that is stored has one entry, made now."""
+        with self._committing:
+            known = stored & self._index.contains(ids)
+            if known.any():
+                self._index.forget(ids, known, counted=True, as_of=self._index.moment())
+            self._index.commit(reservation, _once(ids, stored))
 
     def delete(self, ids: ObjectIds) -> Outcomes:
         # Not between the moment when an object is on the medium and the one when the index says so.
@@ -142,6 +144,10 @@ class CapacityLayer(PassingLayer):
             result = self.inner.set_aside(ids, seen)
             self._forget(ids, (result == Outcome.OK) | (result == Outcome.MISS), self._index.moment())
         return result
+
+    def touch(self, ids: ObjectIds) -> None:
+        self._index.touch(ids, np.ones(len(ids), np.bool_))
+        self.inner.touch(ids)
 
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         self._ended.wait(timeout_s)
@@ -166,13 +172,17 @@ class CapacityLayer(PassingLayer):
     def _remove_victims(self, reservation: Reservation) -> None:
         victims, _ = reservation.victims()
         removal = np.full(len(victims), Removal.KEPT, dtype=np.uint8)
+        late = victims
         try:
             if len(victims):
                 answers = self.inner.delete(victims)
                 is_gone = (answers == Outcome.OK) | (answers == Outcome.MISS)
                 removal[is_gone & ~self._doubts.among(victims)] = Removal.REMOVED
+                late = victims[np.isin(answers, IN_DOUBT)]
         finally:
             self._index.settle(reservation, removal)
+            # Or a medium that removes too slowly would be emptied by puts none of which finds room.
+            self._doubts.add(late)
 
     def _scan_until_done(self) -> None:
         pause_s = self._retry_s
@@ -192,8 +202,8 @@ class CapacityLayer(PassingLayer):
             self._clear_doubts()
 
     def _clear_doubts(self) -> None:
-        """Asks the medium about objects whose puts ended without an answer, once none of those can take effect."""
-        moment, ids = self._index.moment(), self._doubts.ids()
+        """Asks the medium about objects in doubt, once nothing that was given up can take effect any more."""
+        moment, ids = self._index.moment(), self._doubts.to_ask()
         if not len(ids) or not self.inner.is_settled():
             return
         try:
@@ -201,8 +211,7 @@ class CapacityLayer(PassingLayer):
         except StorageError as error:
             logger.debug("what is in doubt stays so: %s", error)
             return
-        self._doubts.settle(ids)
-        self._forget(ids, lengths < 0, moment)
+        self._forget(ids, self._doubts.settled(ids) & (lengths < 0), moment)
 
     def _scan(self) -> bool:
         """False: stopped before the end."""
@@ -216,12 +225,31 @@ class CapacityLayer(PassingLayer):
 
 
 class _Doubts:
-    """Objects whose last put has had no answer. Thread-safe."""
+    """Objects whose last put or removal has had no answer. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._ids: dict[bytes, None] = {}
+        self._held: Counter[bytes] = Counter()
+        self._were_held: set[bytes] = set()
         self._is_closed = False
+
+    @contextmanager
+    def held(self, ids: ObjectIds) -> Iterator[NDArray[np.bool_]]:
+        """Around a put of these, which changes what the medium would tell: nobody settles them by asking it meanwhile.
+        Yields bool[n]: those that are in doubt."""
+        names: set[bytes] = set()
+        if self._ids:  # as in `among`
+            with self._changed:
+                names = self._ids.keys() & {row.tobytes() for row in ids}
+                self._held.update(names)
+        try:
+            yield np.array([row.tobytes() in names for row in ids], np.bool_) if names else np.zeros(len(ids), np.bool_)
+        finally:
+            if names:
+                with self._changed:
+                    self._held -= Counter(names)
+                    self._were_held |= names
 
     def among(self, ids: ObjectIds) -> NDArray[np.bool_]:
         """bool[n]."""
@@ -246,8 +274,13 @@ class _Doubts:
             raise
         finally:
             self.settle(ids[np.isin(results, STORED)])
+            self.add(ids[np.isin(results, IN_DOUBT)])
+
+    def add(self, ids: ObjectIds) -> None:
+        """These may or may not be there, now or later."""
+        if len(ids):
             with self._changed:
-                self._ids.update(dict.fromkeys(row.tobytes() for row in ids[np.isin(results, IN_DOUBT)]))
+                self._ids.update(dict.fromkeys(row.tobytes() for row in ids))
                 self._changed.notify_all()
 
     def settle(self, ids: ObjectIds) -> None:
@@ -258,10 +291,22 @@ class _Doubts:
             for row in ids:
                 self._ids.pop(row.tobytes(), None)
 
-    def ids(self) -> ObjectIds:
-        """All of them."""
+    def to_ask(self) -> ObjectIds:
+        """Those that the medium may be asked about now."""
         with self._changed:
-            return np.frombuffer(b"".join(self._ids), np.uint8).reshape(-1, OBJECT_ID_BYTES).copy()
+            self._were_held.clear()
+            free = self._ids.keys() - self._held.keys()
+            return np.frombuffer(b"".join(free), np.uint8).reshape(-1, OBJECT_ID_BYTES).copy()
+
+    def settled(self, ids: ObjectIds) -> NDArray[np.bool_]:
+        """The medium has told of these, which `to_ask` gave. bool[n]: it still is as it told, and they are in doubt no
+        more."""
+        with self._changed:
+            free = self._ids.keys() - self._held.keys() - self._were_held
+            which = np.array([row.tobytes() in free for row in ids], np.bool_)
+            for row in ids[which]:
+                del self._ids[row.tobytes()]
+            return which
 
     def wait(self) -> bool:
         """Until there is one. False: closed."""
@@ -274,6 +319,15 @@ class _Doubts:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+
+def _once(ids: ObjectIds, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """`which` without the second of two equal ids."""
+    places = np.flatnonzero(which)
+    _, first = np.unique(ids[places], axis=0, return_index=True)
+    once = np.zeros(len(ids), dtype=np.bool_)
+    once[places[first]] = True
+    return once
 
 
 def check_boundable(inner: Capabilities) -> None:

@@ -11,13 +11,13 @@ Calls given up are bounded in number; past that the medium counts as unavailable
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 import numpy as np
+from cachekernels.spoiled_memory import scatter
 from numpy.typing import NDArray
 
 from storage_backends.base import Guard, ObjectIds, Outcome, Outcomes, ScanBatch, Segments, StorageBackend
@@ -113,7 +113,7 @@ class DeadlineLayer(PassingLayer):
         room = self._scratch.take(int(segments.lengths.sum()))
         own = _laid_out(segments, room)
         result = self._bounded("get", lambda _: self.inner.get_into(ids, own))
-        _copy_back(own, segments, (result == Outcome.OK) | (result == Outcome.CORRUPT))
+        _copy_back(room, segments, (result == Outcome.OK) | (result == Outcome.CORRUPT))
         # Only here: memory of a call that was given up is not used again.
         self._scratch.give_back(room)
         return result
@@ -188,8 +188,13 @@ def _laid_out(segments: Segments, room: NDArray[np.uint8]) -> Segments:
     return Segments(starts + np.uint64(room.ctypes.data), segments.lengths, segments.offsets, room)
 
 
-def _copy_back(own: Segments, segments: Segments, wanted: NDArray[np.bool_]) -> None:
-    """Object by object where wanted. The copies run without the interpreter's lock."""
-    for i in np.flatnonzero(wanted):
-        for at in range(segments.offsets[i], segments.offsets[i + 1]):
-            ctypes.memmove(int(segments.addresses[at]), int(own.addresses[at]), int(segments.lengths[at]))
+def _copy_back(room: NDArray[np.uint8], segments: Segments, wanted: NDArray[np.bool_]) -> None:
+    """What `_laid_out` has put into `room`, to where it belongs; one call for each run of objects that are wanted.
+
+    Raises MemoryFault where the caller's memory is gone: another process may have spoiled it.
+    """
+    begins = np.concatenate([[0], np.cumsum(segments.lengths)]).astype(np.int64)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], wanted, [False]])))
+    for first, last in zip(segments.offsets[edges[::2]], segments.offsets[edges[1::2]], strict=True):
+        value = room[begins[first] : begins[last]]
+        scatter(value.data, segments.addresses[first:last], segments.lengths[first:last])

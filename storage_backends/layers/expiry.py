@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from storage_backends.base import Outcome, StorageBackend
+from storage_backends.base import Capabilities, Outcome, StorageBackend
 from storage_backends.errors import StorageError
 from storage_backends.layers.passing import PassingLayer
 
@@ -33,6 +33,7 @@ class ExpiryLayer(PassingLayer):
         super().__init__(inner)
         if ttl_s <= 0:
             raise ValueError(f"ttl_s is {ttl_s}, expected a positive number of seconds")
+        check_dated(inner.capabilities())
         self._ttl_ns = int(ttl_s * 1e9)
         self._now_ns = now_ns
         self._pause_s = min(max(ttl_s / _SWEEPS_PER_LIFE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -72,3 +73,12 @@ class ExpiryLayer(PassingLayer):
             else:
                 if num_removed:
                     logger.info("%d expired objects removed", num_removed)
+
+
+def check_dated(inner: Capabilities) -> None:
+    """ValueError: nothing would ever leave such a backend by its age."""
+    if not inner.dated:
+        raise ValueError(
+            f"the {inner.name} backend does not say when its pages were written, so that none would be removed; use an "
+            "option of its own, where it has one for that"
+        )

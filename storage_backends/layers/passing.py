@@ -57,6 +57,9 @@ class PassingLayer(StorageBackend):
     def scan(self) -> Iterator[ScanBatch]:
         return self.inner.scan()
 
+    def touch(self, ids: ObjectIds) -> None:
+        self.inner.touch(ids)
+
     def wait_ready(self, timeout_s: float | None = None) -> bool:
         return self.inner.wait_ready(timeout_s)
 

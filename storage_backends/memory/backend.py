@@ -40,6 +40,7 @@ CAPABILITIES: Final = Capabilities(
     evicts=True,
     verifies=False,
     scattered=True,
+    dated=False,
 )
 
 
@@ -135,6 +136,9 @@ class MemoryBackend(StorageBackend):
         self._check_open()
         ids, lengths = self._objects.list()
         yield ScanBatch(ids, lengths, np.zeros(len(ids), dtype=np.int64))
+
+    def touch(self, ids: ObjectIds) -> None:
+        self._index.touch(ids, np.ones(len(ids), np.bool_))
 
     def usage(self) -> Usage:
         return Usage.of(self._index.usage())

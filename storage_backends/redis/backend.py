@@ -1,9 +1,11 @@
 """Objects as values of a Redis or Valkey server, or of a cluster of them.
 
 DESIGN. A put goes: which keys are there already (EXISTS), values to temporary names straight from the caller's memory
-(SET, with a time to live), the guard, RENAMENX. So nothing is visible before the guard has been asked, a name holds a
-whole object or none, the first of two writers wins, and what a writer leaves behind when it dies vanishes by itself. No
-script is needed, so a server that denies EVAL serves as well as any other.
+(SET, with a time to live of a minute), the guard, and for each key a transaction that sets its time to live for good,
+renames it (RENAMENX), and removes it where somebody was faster. So nothing is visible before the guard has been asked,
+a name holds a whole object or none, with the life it is to have, the first of two writers wins, and what a writer
+leaves behind when it dies vanishes by itself. No script is needed, so a server that denies EVAL serves as well as any
+other.
 
 See spread.py for how a batch is split over servers and connections, topology.py for who has which key, wire.py for how
 bytes move.
@@ -56,6 +58,7 @@ CAPABILITIES = Capabilities(
     scattered=True,
     counted=False,
     bounded_by="the server's maxmemory",
+    dated=False,
     remote=True,
 )
 MAX_VALUE_BYTES = 512 * 2**20
@@ -64,6 +67,8 @@ MAX_VALUE_BYTES = 512 * 2**20
 _INFO_MEMORY = b"*2\r\n" + words(b"INFO", b"memory")
 _UNBOUNDED = "maxmemory:0\\r\\n"
 _TEMPORARY_MS = 60_000
+_SET_END = b"\r\n" + words(b"PX", b"%d" % _TEMPORARY_MS)
+_RENAMED = b"+OK\r\n+QUEUED\r\n+QUEUED\r\n+QUEUED\r\n*3\r\n:?\r\n:?\r\n:?\r\n"  # a refusal says more
 _WINDOW_BYTES = 8 * 2**20  # values asked for and not yet received, of one connection
 _SCAN_COUNT = 1000
 
@@ -79,7 +84,7 @@ def open_backend(options: Mapping[str, object]) -> RedisBackend:
         except StorageError as error:
             backend.close()
             raise StorageConfigError(
-                f"url: {backend.place()}: {error}; see to it, or set check_at_start = false to start without it"
+                f"url: {backend.url()}: {error}; see to it, or set check_at_start = false to start without it"
             ) from error
     return backend
 
@@ -95,8 +100,6 @@ class RedisBackend(StorageBackend):
         self._calls = InFlight("redis")
         self._lock = threading.Lock()
         self._temporaries_left = 0
-        ttl_ms = _TEMPORARY_MS if config.ttl_s is None else config.ttl_s * 1000
-        self._set_end = b"\r\n" + words(b"PX", b"%d" % ttl_ms)
 
     def check(self) -> None:
         """Raises StorageError unless the server, or any of a cluster, can be reached and lets us in. Warns of servers
@@ -160,7 +163,7 @@ class RedisBackend(StorageBackend):
             left = written & ~kept
             result[left] = Outcome.CHANGED
             result[kept] = self._rename(ids, temporary, keys, np.flatnonzero(kept))
-            left = written & ~np.isin(result, (Outcome.OK, Outcome.UNAVAILABLE, Outcome.TIMEOUT))
+            left = written & ~np.isin(result, (Outcome.OK, Outcome.EXISTS, Outcome.UNAVAILABLE, Outcome.TIMEOUT))
         finally:
             self._forget(ids, temporary, np.flatnonzero(left))
         return result
@@ -173,7 +176,7 @@ class RedisBackend(StorageBackend):
         def put(wire: Wire, which: NDArray[np.intp], result: Outcomes) -> None:
             buffers: list[Buffer] = []
             for i in which:
-                buffers += [heads[i].tobytes() + b"$%d\r\n" % lengths[i], *views(segments, i), self._set_end]
+                buffers += [heads[i].tobytes() + b"$%d\r\n" % lengths[i], *views(segments, i), _SET_END]
             wire.send(buffers)
             result[which] = [Outcome.OK if reply == b"OK" else outcome_of(reply) for reply in wire.replies(len(which))]
 
@@ -183,16 +186,24 @@ class RedisBackend(StorageBackend):
         self, ids: ObjectIds, temporary: NDArray[np.uint8], keys: NDArray[np.uint8], which: NDArray[np.intp]
     ) -> Outcomes:
         """Temporary objects at `which` become visible, where nobody was faster."""
-        sources, targets = temporary[which], keys[which]
+        sources, targets = argument(temporary[which]), argument(keys[which])
+        life: list[bytes | Rows] = [b"*2\r\n" + words(b"PERSIST"), *sources]
+        if self._config.ttl_s is not None:
+            life = [b"*3\r\n" + words(b"PEXPIRE"), *sources, words(b"%d" % (self._config.ttl_s * 1000))]
+        # Of our own object, before it has its name: another writer's is not ours to give another time to live. As one
+        # transaction, or what died in the middle would stay for ever.
+        renaming: list[bytes | Rows] = [b"*3\r\n" + words(b"RENAMENX"), *sources, *targets]
+        removing: list[bytes | Rows] = [b"*2\r\n" + words(b"UNLINK"), *sources]
+        asked = command(b"*1\r\n" + words(b"MULTI"), *life, *renaming, *removing, b"*1\r\n" + words(b"EXEC"))
 
         def rename(wire: Wire, some: NDArray[np.intp], result: Outcomes) -> None:
-            wire.send_rows(command(b"*3\r\n" + words(b"RENAMENX"), *argument(sources[some]), *argument(targets[some])))
-            result[some] = _flagged(wire, len(some), yes=Outcome.OK, no=Outcome.EXISTS)
-            renamed = some[result[some] == Outcome.OK]
-            if self._config.ttl_s is None and len(renamed):
-                # Only what we renamed: the time to live of another writer's object is not ours to remove.
-                wire.send_rows(command(b"*2\r\n" + words(b"PERSIST"), *argument(targets[renamed])))
-                result[renamed] = _flagged(wire, len(renamed), yes=Outcome.OK, no=Outcome.OK)
+            wire.send_rows(asked[some])
+            done = wire.alike(len(some), _RENAMED)
+            if done is not None:
+                result[some] = np.where(done[:, 1], Outcome.OK, Outcome.EXISTS)
+                return
+            replies = wire.replies(5 * len(some))
+            result[some] = [_renamed(replies[5 * at : 5 * at + 5]) for at in range(len(some))]
 
         return self._spread.do(np.ascontiguousarray(ids[which]), rename)
 
@@ -284,6 +295,10 @@ class RedisBackend(StorageBackend):
         return cursor, self._names.ids_of(list(dict.fromkeys(keys)))
 
     def place(self) -> str:
+        return f"{self.url()}, keys {self._config.prefix}*"
+
+    def url(self) -> str:
+        """The server, or those of the cluster that were named."""
         first = self._config.addresses[0]
         if first.path:
             return f"unix://{first.path}?db={self._config.db}"
@@ -345,6 +360,16 @@ def _flagged(wire: Wire, count: int, *, yes: Outcome, no: Outcome) -> Outcomes:
         return np.where(replies, yes, no).astype(np.uint8)
     found = [(no, yes)[reply] if reply in (0, 1) else outcome_of(reply) for reply in replies]
     return np.array(found, dtype=np.uint8)
+
+
+def _renamed(replies: list[Reply]) -> int:
+    """Of the five replies to one transaction that renames."""
+    ended = replies[4]
+    # Where transactions are refused, the commands were carried out one by one.
+    done = ended[1] if isinstance(ended, list) and len(ended) == 3 else replies[2]
+    if done == b"QUEUED":
+        return outcome_of(ended)
+    return (Outcome.EXISTS, Outcome.OK)[done] if done in (0, 1) else outcome_of(done)
 
 
 def _got(reply: int | hiredis.ReplyError, length: int) -> int:

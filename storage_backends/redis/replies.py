@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import hiredis
 import redis.exceptions
+from cachekernels.spoiled_memory import MemoryFault
 
 from storage_backends.errors import StorageError, StorageFailed, StorageTimeout, StorageUnavailable
 from storage_backends.outcome import Outcome
@@ -54,14 +56,19 @@ def is_error(reply: Reply) -> bool:
 
 @contextmanager
 def errors_of(server: object) -> Iterator[None]:
-    """Raises what goes wrong in the body as a StorageError that names the server."""
+    """Raises what goes wrong in the body as a StorageError that names the server; MemoryFault where it is the caller's
+    memory, which is nobody's fault here."""
     try:
         yield
+    except MemoryFault:
+        raise
     except (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError) as error:
         raise StorageFailed(f"the server refuses this user: {error}", server=str(server)) from error
     except (redis.exceptions.TimeoutError, TimeoutError, BlockingIOError) as error:
         raise StorageTimeout("no answer from the server", server=str(server)) from error
     except (redis.exceptions.ConnectionError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EFAULT:  # the kernel could not read or write it
+            raise MemoryFault("the memory of a page is gone") from error
         raise StorageUnavailable(f"the server cannot be reached: {error}", server=str(server)) from error
     except redis.exceptions.ResponseError as error:
         raise _refusal(str(error), server) from error

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,9 +169,8 @@ class Cluster(Topology):
     def _mapped(self, teller: Address, reply: Reply) -> _Map:
         owners = np.full(NUM_SLOTS, -1, dtype=np.int64)
         members: list[Server] = []
-        for begin, end, primary, *_ in _ranges(reply):
-            # A member that does not know its own address says nothing: it is the one that was asked.
-            server = self._server(Address(primary[0].decode() or teller.host, primary[1]))
+        for begin, end, address in _ranges(reply, teller):
+            server = self._server(address)
             if server not in members:
                 members.append(server)
             owners[begin : end + 1] = members.index(server)
@@ -189,7 +187,17 @@ def open_topology(config: RedisConfig) -> Topology:
     return Cluster(config) if config.is_cluster else SingleServer(config)
 
 
-def _ranges(reply: Reply) -> Sequence[tuple[int, int, tuple[bytes, int], object]]:
-    if not isinstance(reply, list):
-        raise StorageFailed("CLUSTER SLOTS was answered by something else", reply=repr(reply)[:100])
-    return reply
+def _ranges(reply: Reply, teller: Address) -> list[tuple[int, int, Address]]:
+    """First slot, last slot and primary of each range. Raises StorageFailed for what says nothing of the kind."""
+    try:
+        return [
+            (int(begin), int(end), Address(_host(host) or teller.host, int(port)))
+            for begin, end, (host, port, *_), *_ in reply  # type: ignore[attr-defined]  # or it raises
+        ]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise StorageFailed("CLUSTER SLOTS was answered by something else", reply=repr(reply)[:100]) from error
+
+
+def _host(given: bytes | None) -> str:
+    """Empty where a member does not know, or does not tell: it is where the one was that was asked."""
+    return "" if given in (None, b"", b"?") else given.decode()

@@ -102,14 +102,24 @@ class Wire:
     def flags(self, count: int) -> list[Reply] | NDArray[np.bool_]:
         """Of `count` replies that should be 0 or 1: bool[count] if all are, else the replies one by one."""
         # No reply is shorter than four bytes, so that so many will come in any case.
-        room = bytearray(4 * count)
+        rows = self.alike(count, b":?\r\n")
+        return self.replies(count) if rows is None else rows[:, 0]
+
+    def alike(self, count: int, text: bytes) -> NDArray[np.bool_] | None:
+        """Of `count` replies, or groups of them, that should read as `text`, a 0 or 1 in the place of each "?":
+        bool[count, number of "?"]. None where one does not, with all of them still to be read.
+
+        Together they must never be shorter than `text` so many times: it is waited for."""
+        room = bytearray(len(text) * count)
         self._receive(memoryview(room))
-        rows = np.frombuffer(room, dtype=np.uint8).reshape(count, 4)
-        values = rows[:, 1] - ord("0")
-        if count and (rows[:, [0, 2, 3]] == np.frombuffer(b":\r\n", dtype=np.uint8)).all() and (values <= 1).all():
+        rows = np.frombuffer(room, dtype=np.uint8).reshape(count, len(text))
+        expected = np.frombuffer(text, dtype=np.uint8)
+        is_flag = expected == ord("?")
+        values = rows[:, is_flag] - ord("0")
+        if count and (rows[:, ~is_flag] == expected[~is_flag]).all() and (values <= 1).all():
             return values.astype(np.bool_)
         self._rest = bytes(room)
-        return self.replies(count)
+        return None
 
     def value_into(self, targets: Sequence[memoryview]) -> int | hiredis.ReplyError:
         """The next reply, which should be a value: its length, or -1 for no such key, or what the server refuses.

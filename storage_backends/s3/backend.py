@@ -79,7 +79,7 @@ def make_client(config: S3Config) -> Any:
                 tcp_keepalive=True,
             ),
         )
-    except (*FAILURES, ValueError) as error:
+    except FAILURES as error:
         raise StorageConfigError(f"no S3 client with these options: {error}") from error
 
 

@@ -47,8 +47,9 @@ _BY_CODE: Final = {
     "XMinioStorageFull": Outcome.NO_SPACE,
     "XMinioAdminBucketQuotaExceeded": Outcome.NO_SPACE,
 }
-FAILURES: Final = (BotoCoreError, ClientError, HTTPError, OSError)
-"""All that a call may raise; anything else is a bug."""
+FAILURES: Final = (BotoCoreError, ClientError, HTTPError, OSError, ValueError, KeyError)
+"""All that a call may raise; anything else is a bug. The last two: an answer with a length or a date that is none, or
+without what every answer has."""
 
 
 def outcome_of(error: Exception) -> Outcome:

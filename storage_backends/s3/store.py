@@ -43,7 +43,9 @@ class S3Store(ObjectStore):
             if outcome_of(error) is Outcome.MISS:
                 return -1
             raise object_error(error, self._key(name)) from error
-        return int(self._expect(answer, name, 200)["ContentLength"])
+        if "ContentLength" not in self._expect(answer, name, 200):
+            raise ObjectError(Outcome.FAILED, f"{self._key(name)}: the service tells no length")
+        return int(answer["ContentLength"])
 
     def read(self, name: str, into: list[memoryview]) -> Outcome:
         deadline_s = self._clock() + self._timeout_s
@@ -81,15 +83,17 @@ class S3Store(ObjectStore):
         return self._delete(name, {})
 
     def remove_if(self, name: str, seen: list[memoryview]) -> Outcome:
+        deadline_s = self._clock() + self._timeout_s
         try:
             answer = self._client.get_object(Bucket=self._bucket, Key=self._key(name))
+            found = memoryview(bytearray(sum(len(part) for part in seen)))  # it may be anybody's, of any size
             with self._body(answer, name) as body:
-                stored = body.read()
+                got = self._fill(body, [found], len(found), deadline_s, name)
         except FAILURES as error:
             if outcome_of(error) is Outcome.MISS:
                 return Outcome.MISS
             raise object_error(error, self._key(name)) from error
-        if not starts_alike(seen, stored):
+        if not starts_alike(seen, bytes(found[:got])):
             return Outcome.CHANGED
         return self._delete(name, {"IfMatch": answer["ETag"]} if "ETag" in answer else {})
 

@@ -328,6 +328,15 @@ class StorageConformance:
         self.put(backend, room - 4, seed=501)
         assert backend.contains(ids).tolist() == [Outcome.OK] * 4 + [Outcome.MISS] * (room - 4)
 
+    def test_what_is_told_to_be_one_use_leaves_from_its_end(self, backend: StorageBackend) -> None:
+        """Of two batches the first would leave first, and with it the beginning of what both are."""
+        self.needs(backend, lambda has: has.evicts, "evicts")
+        room = self.room(backend)
+        ids = np.concatenate([self.put(backend, room // 2, seed=1)[0], self.put(backend, room - room // 2, seed=2)[0]])
+        backend.touch(ids)
+        self.put(backend, 3, seed=500)
+        assert backend.contains(ids).tolist() == [Outcome.OK] * (room - 3) + [Outcome.MISS] * 3
+
     def test_what_leaves_for_others_is_told_and_can_be_read(self, backend: StorageBackend) -> None:
         """Before it goes; what is deleted is not told."""
         self.needs(backend, lambda has: has.evicts and not has.verifies, "evicts and does not verify by itself")

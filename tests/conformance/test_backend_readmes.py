@@ -46,6 +46,15 @@ def test_the_table_names_the_options(backend: str) -> None:
     assert sorted(named) == sorted(OPTIONS[backend])
 
 
+def test_file_example(tmp_path: Path) -> None:
+    run_example("file", in_a_directory(tmp_path))
+    assert (tmp_path / "writers").is_dir()
+
+
+def test_memory_example() -> None:
+    run_example("memory")
+
+
 def test_s3_example(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its credentials come from the environment."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
@@ -63,8 +72,9 @@ def test_fsspec_example(tmp_path: Path) -> None:
 
 
 def test_nixl_example(tmp_path: Path) -> None:
-    def change(code: str) -> str:
-        return code.replace("/var/cache/cachesvc", str(tmp_path)).replace("200 GiB", "1 MiB") + "\nbackend.close()"
-
-    run_example("nixl", change)
+    run_example("nixl", in_a_directory(tmp_path))
     assert (tmp_path / "writers").is_dir()
+
+
+def in_a_directory(path: Path) -> Callable[[str], str]:
+    return lambda code: code.replace("/var/cache/cachesvc", str(path)).replace("200 GiB", "1 MiB") + "\nbackend.close()"

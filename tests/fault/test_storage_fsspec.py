@@ -20,7 +20,7 @@ from storage_backends.base import Outcome, StorageBackend
 from storage_backends.errors import StorageConfigError, StorageError
 from storage_backends.fsspec.backend import open_backend as fsspec_backend
 from storage_backends.fsspec.config import FsspecConfig
-from storage_backends.fsspec.store import STALE_S
+from storage_backends.fsspec.store import STALE_S, FsspecStore, RenameCommit
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.names import names_of
 from storage_backends.registry import open_backend
@@ -61,6 +61,7 @@ class BrokenFileSystem(MemoryFileSystem):
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     raised: ClassVar[dict[str, BaseException]] = {}
+    longest_read: ClassVar[int] = 0
     torn: int | None = None
 
     @classmethod
@@ -77,7 +78,11 @@ class BrokenFileSystem(MemoryFileSystem):
 
     def cat_file(self, path: str, *args: Any, **kwargs: Any) -> Any:
         self._meet("cat_file")
-        return super().cat_file(path, *args, **kwargs)
+        value = super().cat_file(path, *args, **kwargs)
+        if not value and kwargs.get("end"):
+            raise ValueError("no range of nothing")  # as S3 does
+        type(self).longest_read = max(self.longest_read, len(value))
+        return value
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> Any:
         self._meet("pipe_file")
@@ -85,11 +90,15 @@ class BrokenFileSystem(MemoryFileSystem):
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> Any:
         self._meet("mv")
-        return super().mv(path1, path2, **kwargs)
+        self.cp_file(path1, path2)
+        super().rm_file(path1)
 
     def rm(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        """As a request for many, where nobody reads what became of each."""
+
+    def rm_file(self, path: str) -> Any:
         self._meet("rm")
-        return super().rm(path, *args, **kwargs)
+        return super().rm_file(path)
 
     def ls(self, path: str, *args: Any, **kwargs: Any) -> Any:
         self._meet("ls")
@@ -187,6 +196,52 @@ class TestFailures:
         assert layer.put_from(ids, pages.segments()).tolist() == [Outcome.OK]
         assert layer.get_into(ids, Buffers.make(1, SIZE).segments()).tolist() == [Outcome.OK]
 
+    @pytest.mark.parametrize("length", [0, 1, SIZE - 1, SIZE + 1, 100 * SIZE])
+    def test_another_length_is_corrupt_and_no_more_is_read_than_tells(self, broken: Broken, length: int) -> None:
+        """Anybody's file may lie under an object's name, of any size."""
+        backend, _ = broken
+        put(backend)
+        [path] = BrokenFileSystem.store
+        BrokenFileSystem().pipe_file(path, b"x" * length)
+        BrokenFileSystem.longest_read = 0
+        target = Buffers.make(1, SIZE)
+        assert backend.get_into(make_ids(1), target.segments()).tolist() == [Outcome.CORRUPT]
+        assert (target.rows[0, :length] == ord("x")).all()
+        target.rows[0, :length] = ord("y")
+        changed = Outcome.CHANGED if length else Outcome.OK
+        assert backend.set_aside(make_ids(1), target.segments()).tolist() == [changed]
+        assert BrokenFileSystem.longest_read <= SIZE + 1
+
+    def test_a_removal_that_fails_is_told(self, broken: Broken) -> None:
+        """By whoever removes one file, where removing many says success whatever becomes of each."""
+        backend, raised = broken
+        put(backend)
+        raised["rm"] = Http(403)
+        assert backend.delete(make_ids(1)).tolist() == [Outcome.FAILED]
+        raised.clear()
+        assert get(backend) == [Outcome.OK]
+
+    def test_a_driver_that_removes_only_many_at_once(self, broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuses(fs: BrokenFileSystem, path: str) -> None:
+            raise NotImplementedError
+
+        monkeypatch.setattr(BrokenFileSystem, "rm_file", refuses)
+        monkeypatch.setattr(BrokenFileSystem, "rm", lambda fs, path: BrokenFileSystem.store.pop(path))
+        backend, _ = broken
+        put(backend)
+        assert backend.delete(make_ids(1)).tolist() == [Outcome.OK]
+        assert BrokenFileSystem.store == {}
+
+    def test_a_listing_without_sizes_is_a_failure(self, broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend, _ = broken
+        put(backend)
+        ls = MemoryFileSystem.ls
+        monkeypatch.setattr(
+            BrokenFileSystem, "ls", lambda fs, path, **kw: [{**one, "size": None} for one in ls(fs, path, **kw)]
+        )
+        with pytest.raises(StorageError, match="tells no sizes"):
+            list(backend.scan())
+
 
 class TestTwoWriters:
     def test_one_of_this_process_at_a_time(self, broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +304,23 @@ class TestOthers:
         with closing(fsspec_backend({"url": f"file://{tmp_path}"})) as backend:
             assert list(backend.scan()) == []
         assert sorted(path.name for path in shard.iterdir()) == sorted([young.name, foreign.name])
+
+    def test_a_temporary_that_was_young_when_it_was_met_goes_when_it_is_old(self, tmp_path: Path) -> None:
+        """Without another listing: a node lists at its start."""
+        name, other = names_of(make_ids(2))
+        left = tmp_path / name[:2] / f"{name}.{'1' * 32}.tmp"
+        left.parent.mkdir()
+        left.write_bytes(b"x")
+        now_s = left.stat().st_mtime
+        fs = fsspec.filesystem("file")
+        store = FsspecStore(fs, str(tmp_path), RenameCommit(), is_remote=False, now=lambda: now_s)
+        assert list(store.listing()) == [[]]
+        now_s += STALE_S - 1
+        assert store.write(other, b"page") is Outcome.OK
+        assert left.exists()
+        now_s += 2
+        assert store.remove(other) is store.write(other, b"page") is Outcome.OK
+        assert not left.exists()
 
     def test_other_files_are_not_listed(self, tmp_path: Path) -> None:
         with closing(fsspec_backend({"url": f"file://{tmp_path}"})) as backend:

@@ -21,6 +21,7 @@ from storage_backends.base import ObjectIds, Outcome
 from storage_backends.errors import StorageConfigError
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
+from storage_backends.file.machines import owner_of
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.testing.objects import Buffers, make_ids
 
@@ -63,6 +64,21 @@ def put(machine: FileBackend, count: int, seed: int) -> ObjectIds:
 
 def num_held(machine: FileBackend, ids: ObjectIds) -> int:
     return int(np.count_nonzero(machine.contains(ids) == Outcome.OK))
+
+
+def test_two_that_nobody_could_tell_apart_do_not_meet(fleet: Fleet) -> None:
+    """The mark of a machine is short."""
+    names: dict[int, str] = {}
+    twin = next(
+        (names[mark], name)
+        for name in (f"m{number}" for number in count())
+        if names.setdefault(mark := owner_of(name), name) != name
+    )
+    first = fleet.start(twin[0])
+    with pytest.raises(StorageConfigError, match=f"machine='{twin[1]}' and '{twin[0]}'.*choose another name"):
+        fleet.start(twin[1])
+    first.close()
+    fleet.start(twin[1])
 
 
 def test_what_one_stored_the_others_read(fleet: Fleet) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -26,6 +26,7 @@ from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.redis.backend import RedisBackend
 from storage_backends.redis.config import RedisConfig
 from storage_backends.redis.names import slot_table, slots_of
+from storage_backends.redis.wire import Wire
 from storage_backends.registry import open_backend
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.helpers.redis_servers import PASSWORD, USER, Server, cluster, fresh_prefix, key_of, until, valkey
@@ -399,9 +400,12 @@ class TestLies:
 
 
 class TestWriters:
-    def test_what_a_dead_writer_leaves_vanishes_by_itself(self, valkey_server: Server) -> None:
+    @pytest.mark.parametrize("ttl_s", [None, 86400])
+    def test_what_a_dead_writer_leaves_vanishes_by_itself(self, valkey_server: Server, ttl_s: int | None) -> None:
+        """Soon, however long objects are to live."""
         prefix, seen = fresh_prefix(), []
-        with closing(opened(url=valkey_server.unix_url, prefix=prefix)) as backend, valkey_server.client() as client:
+        options = {"url": valkey_server.unix_url, "prefix": prefix} | ({} if ttl_s is None else {"ttl_s": ttl_s})
+        with closing(opened(**options)) as backend, valkey_server.client() as client:
 
             def guard() -> NDArray[np.bool_]:
                 seen.extend(client.pttl(key) for key in client.scan_iter(f"{prefix}*"))
@@ -411,7 +415,75 @@ class TestWriters:
             assert backend.put_from(ids, pages.segments(), guard).tolist() == [Outcome.OK] * 2
             assert len(seen) == 2
             assert all(0 < milliseconds <= 60_000 for milliseconds in seen)
-            assert {client.pttl(key) for key in client.scan_iter(f"{prefix}*")} == {-1}
+            left = [client.pttl(key) for key in client.scan_iter(f"{prefix}*")]
+            assert len(left) == 2
+            assert all(life == -1 if ttl_s is None else 86_000_000 < life <= 86_400_000 for life in left)
+
+    @pytest.mark.parametrize("ttl_s", [None, 86400])
+    @pytest.mark.parametrize("num_heard", [0, 1])
+    def test_an_object_is_never_seen_with_the_life_of_a_temporary_one(
+        self, valkey_server: Server, monkeypatch: pytest.MonkeyPatch, ttl_s: int | None, num_heard: int
+    ) -> None:
+        """The answer to the put is lost, at the first chance or the next: what is there then is there to stay."""
+        prefix, ids, pages = fresh_prefix(), make_ids(3), Buffers.make(3, SIZE, seed=1)
+        options = {"url": valkey_server.unix_url, "prefix": prefix} | ({} if ttl_s is None else {"ttl_s": ttl_s})
+        seen: list[Outcome] = []
+
+        def guard() -> NDArray[np.bool_]:
+            lost = 0
+            for name in ("alike", "flags", "replies"):
+                whole = getattr(Wire, name)
+
+                def heard(wire: Wire, *asked: object, whole: Callable[..., object] = whole) -> object:
+                    nonlocal lost
+                    answer = whole(wire, *asked)
+                    lost += 1
+                    if lost == 1 + num_heard:
+                        raise ConnectionResetError("lost")
+                    return answer
+
+                monkeypatch.setattr(Wire, name, heard)
+            return np.ones(3, dtype=np.bool_)
+
+        with closing(opened(**options)) as backend, valkey_server.client() as client:
+            try:
+                seen += backend.put_from(ids, pages.segments(), guard).tolist()
+            except StorageError as error:
+                seen.append(error.outcome)
+            monkeypatch.undo()
+            assert set(seen) <= {Outcome.OK, Outcome.UNAVAILABLE}
+            assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.EXISTS] * 3
+            lives = [client.pttl(key_of(prefix, object_id.tobytes())) for object_id in ids]
+            assert all(life == -1 if ttl_s is None else life > 60_000 for life in lives)
+
+    def test_whoever_comes_second_leaves_nothing(self, valkey_server: Server) -> None:
+        """Between the look and the name somebody else was faster; his time to live stays his."""
+        prefix, ids, pages = fresh_prefix(), make_ids(2), Buffers.make(2, SIZE, seed=1)
+        options = {"url": valkey_server.unix_url, "prefix": prefix}
+        with (
+            closing(opened(**options, ttl_s=1000)) as first,
+            closing(opened(**options)) as second,
+            valkey_server.client() as client,
+        ):
+
+            def guard() -> NDArray[np.bool_]:
+                assert first.put_from(ids[:1].copy(), pages.take(slice(0, 1)).segments()).tolist() == [Outcome.OK]
+                return np.ones(2, dtype=np.bool_)
+
+            assert second.put_from(ids, pages.segments(), guard).tolist() == [Outcome.EXISTS, Outcome.OK]
+            assert len(list(client.scan_iter(f"{prefix}*"))) == 2
+            lives = [client.pttl(key_of(prefix, object_id.tobytes())) for object_id in ids]
+            assert 60_000 < lives[0] <= 1_000_000 and lives[1] == -1
+
+    def test_without_the_right_to_transactions_it_serves_as_well(self, own_server: Server) -> None:
+        ids, pages = make_ids(3), Buffers.make(3, SIZE, seed=1)
+        with own_server.client() as client:
+            client.execute_command("ACL", "SETUSER", "plain", "on", ">x", "~*", "+@all", "-multi", "-exec")
+        with closing(opened(url=own_server.tcp_url, username="plain", password="x")) as backend:
+            assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.OK] * 3
+            assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.EXISTS] * 3
+        with own_server.client() as client:
+            assert {client.pttl(key) for key in client.scan_iter("*")} == {-1}
 
     def test_time_to_live(self, valkey_server: Server) -> None:
         prefix, ids = fresh_prefix(), make_ids(2)
@@ -512,6 +584,36 @@ class TestCluster:
             missing = slots_of(ids, slot_table()) > 8191
             expected = np.where(missing, Outcome.UNAVAILABLE, Outcome.MISS)
             assert backend.contains(ids).tolist() == expected.tolist()
+
+    @pytest.mark.parametrize("host", [b"$-1\r\n", b"$0\r\n\r\n", b"$1\r\n?\r\n"], ids=["null", "empty", "unknown"])
+    def test_a_member_that_does_not_tell_its_address_is_where_it_was_asked(self, host: bytes) -> None:
+        member = ScriptedRedis()
+        member.script.append(says(member.slots(0, 16383, host)))
+        with closing(member), closing(opened(url=member.url, cluster=True)) as backend:
+            assert backend.contains(make_ids(4)).tolist() == [Outcome.MISS] * 4
+
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            b"+OK\r\n",
+            b":1\r\n",
+            b"$-1\r\n",
+            b"*1\r\n:1\r\n",
+            b"*1\r\n*2\r\n:0\r\n:5\r\n",
+            b"*1\r\n*3\r\n:0\r\n:5\r\n$3\r\nabc\r\n",
+            b"*1\r\n*3\r\n$1\r\nx\r\n:5\r\n*2\r\n$1\r\nh\r\n:1\r\n",
+            b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n:7\r\n:1\r\n",
+            b"*1\r\n*3\r\n:0\r\n:5\r\n*2\r\n$2\r\n\xff\xfe\r\n:1\r\n",
+        ],
+    )
+    def test_a_map_that_is_none(self, reply: bytes) -> None:
+        member = ScriptedRedis()
+        member.script.append(says(reply))
+        with closing(member), closing(opened(url=member.url, cluster=True)) as backend:
+            with pytest.raises(StorageFailed, match="CLUSTER SLOTS was answered by something else"):
+                backend.contains(make_ids(4))
+            member.script.append(says(member.slots(0, 16383)))
+            assert backend.contains(make_ids(4)).tolist() == [Outcome.MISS] * 4
 
     def test_a_slot_that_moved_is_followed(self, own_cluster: list[Server], backend: RedisBackend) -> None:
         ids, pages, target = make_ids(30, seed=7), Buffers.make(30, SIZE, seed=1), Buffers.make(30, SIZE)

@@ -29,6 +29,7 @@ from storage_backends.testing.objects import Buffers, make_ids
 from tests.helpers.resources import growth, resources
 from tests.helpers.scripted_s3 import (
     Answer,
+    Connection,
     ScriptedS3,
     chunked,
     cut,
@@ -142,6 +143,33 @@ class TestWrongAnswers:
             assert backend.delete(make_ids(1)).tolist() == [Outcome.OK]
             assert backend.delete(make_ids(1)).tolist() == [Outcome.MISS]
 
+    @pytest.mark.parametrize("header", ["Content-Length: many", "Last-Modified: once", "Transfer-Encoding: chunked"])
+    def test_a_success_that_makes_no_sense(self, scripted: ScriptedS3, header: str) -> None:
+        """As of something else at that address, or of a proxy that has changed the answer."""
+
+        def answer(connection: Connection) -> None:
+            connection.socket.sendall(f"HTTP/1.1 200 OK\r\n{header}\r\n\r\n".encode())
+
+        with opened(scripted.options) as backend:
+            for method in ("HEAD", "GET", "PUT"):
+                scripted.add(method, *[answer] * 3)
+            told = {
+                *backend.contains(make_ids(1)).tolist(),
+                *get(backend),
+                *backend.set_aside(make_ids(1), Buffers.make(1, SIZE).segments()).tolist(),
+                *backend.delete(make_ids(1)).tolist(),
+            }
+            assert told <= {Outcome.FAILED, Outcome.UNAVAILABLE}
+            with pytest.raises(StorageError):
+                backend.sizes(make_ids(1))
+
+    def test_a_listing_that_makes_no_sense(self, scripted: ScriptedS3) -> None:
+        entry = f"<Contents><Key>cachesvc/{names_of(make_ids(1))[0]}.page</Key></Contents>"
+        with opened(scripted.options) as backend:
+            scripted.add("LIST", value(f"<ListBucketResult>{entry}</ListBucketResult>".encode()))
+            with pytest.raises(StorageError):
+                list(backend.scan())
+
     @pytest.mark.parametrize(("answer", "expected"), REFUSALS)
     def test_scan(self, scripted: ScriptedS3, answer: Answer, expected: Outcome) -> None:
         with opened(scripted.options) as backend:
@@ -198,6 +226,22 @@ class TestWrongBodies:
             scripted.add("GET", value(flipped), value(flipped), value(stored))
             assert layer.get_into(ids, target.segments()).tolist() == [Outcome.CORRUPT]
             assert "DELETE" not in {method for method, _, _ in scripted.requests}
+
+    def test_as_much_is_compared_as_was_seen_and_no_more(self, scripted: ScriptedS3) -> None:
+        """Anybody's object may lie there, of any size: its end never comes."""
+        pages = Buffers.make(1, SIZE, seed=1)
+
+        def endless(connection: Connection) -> None:
+            head = f'HTTP/1.1 200 OK\r\nContent-Length: {1 << 40}\r\nETag: "e"\r\n\r\n'
+            connection.socket.sendall(head.encode() + pages.rows[0].tobytes())
+            connection.stopped.wait()
+
+        with opened(scripted.options) as backend:
+            scripted.add("GET", endless, endless)
+            scripted.add("DELETE", status(204))
+            assert backend.set_aside(make_ids(1), Buffers.make(1, SIZE).segments()).tolist() == [Outcome.CHANGED]
+            assert backend.set_aside(make_ids(1), pages.segments()).tolist() == [Outcome.OK]
+            assert [method for method, _, _ in scripted.requests] == ["GET", "GET", "DELETE"]
 
 
 class TestSlowness:

@@ -14,7 +14,10 @@ Say = Callable[[socket.socket, list[bytes]], bool]
 
 def plain(connection: socket.socket, asked: list[bytes]) -> bool:
     """A healthy server without any object that takes everything."""
-    replies = {b"EXISTS": b":0\r\n", b"GET": b"$-1\r\n", b"PING": b"+PONG\r\n", b"RENAMENX": b":1\r\n"}
+    replies = {b"EXISTS": b":0\r\n", b"GET": b"$-1\r\n", b"PING": b"+PONG\r\n"}
+    # The transaction that makes an object visible: its time to live, its name, what is left.
+    replies |= dict.fromkeys((b"PERSIST", b"PEXPIRE", b"RENAMENX", b"UNLINK"), b"+QUEUED\r\n")
+    replies[b"EXEC"] = b"*3\r\n:1\r\n:1\r\n:0\r\n"
     connection.sendall(replies.get(asked[0].upper(), b"+OK\r\n"))
     return True
 
@@ -37,10 +40,11 @@ class ScriptedRedis:
         host, port = self._listener.getsockname()
         return f"redis://{host}:{port}"
 
-    def slots(self, first: int, last: int) -> bytes:
-        """The reply to CLUSTER SLOTS of a cluster in which this one has these slots, and nobody any other."""
-        host, port = self._listener.getsockname()
-        node = b"*2\r\n$%d\r\n%s\r\n:%d\r\n" % (len(host), host.encode(), port)
+    def slots(self, first: int, last: int, host: bytes | None = None) -> bytes:
+        """The reply to CLUSTER SLOTS of a cluster in which this one has these slots, and nobody any other. `host`: what
+        it says instead of its own, as it is sent."""
+        own, port = self._listener.getsockname()
+        node = b"*2\r\n" + (host or b"$%d\r\n%s\r\n" % (len(own), own.encode())) + b":%d\r\n" % port
         return b"*1\r\n*3\r\n:%d\r\n:%d\r\n" % (first, last) + node
 
     def close(self) -> None:

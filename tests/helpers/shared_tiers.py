@@ -9,6 +9,7 @@ import numpy as np
 
 from cachesvc.node.node import Node
 from cachesvc.node.tiers import Tier
+from storage_backends.bounds import in_bounds
 from storage_backends.registry import open_backend
 from tests.oracles.pages import Engine, chain
 
@@ -17,7 +18,7 @@ KEYS, FRAMES = chain(1, 40), np.arange(40, dtype=np.int32)
 
 @contextmanager
 def node_on(tier: tuple[str, Mapping[str, object]]) -> Iterator[Node]:
-    backend = open_backend(*tier)
+    backend = in_bounds(open_backend(*tier), None)
     assert backend.wait_ready(30)
     with Node([Tier(tier[0], backend)]) as node:
         yield node

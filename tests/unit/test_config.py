@@ -4,6 +4,7 @@ cannot be out of date."""
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,8 +231,28 @@ def test_a_tier_that_is_written_on_eviction_stands_below_one_that_evicts() -> No
         open_tiers([on_evict, near])
 
 
+def test_pages_leave_by_their_age_where_that_is_known(tmp_path: Path) -> None:
+    [tier] = open_tiers([TierConfig(backend="fsspec", options={"url": tmp_path.as_uri()}, ttl_s=3600)])
+    tier.backend.close()
+    with pytest.raises(ConfigError, match=r"tier\[0\] \(memory\): ttl_s: .* does not say when .* option of its own"):
+        open_tiers([TierConfig(backend="memory", ttl_s=3600)])
+
+
+@pytest.mark.parametrize("takes_part", [True, False], ids=["to use", "to look"])
+def test_one_place_is_one_tier(tmp_path: Path, takes_part: bool) -> None:
+    """Also by another name."""
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "pages")
+    near, far = (
+        TierConfig(backend="file", name=name, options={"path": tmp_path / place, "capacity_bytes": "1 MiB"})
+        for name, place in (("near", "pages"), ("far", "link"))
+    )
+    with pytest.raises(ConfigError, match=r"tiers 'near' and 'far' are both at .*link: take one of them out"):
+        open_tiers([near, far], takes_part=takes_part)
+
+
 def test_a_compressing_tier_writes_small_pages_that_come_back() -> None:
-    [tier] = open_tiers([TierConfig(backend="memory", codec=Codec.ZSTD, ttl_s=3600)])
+    [tier] = open_tiers([TierConfig(backend="memory", codec=Codec.ZSTD)])
     chain = TierChain([tier], NodeCounters(Registry(), ["memory"]), SystemClock())
     pages, target = np.zeros((2, 2**16), np.uint8), np.ones((2, 2**16), np.uint8)
     ids = make_ids(2)

@@ -9,9 +9,15 @@ from cachekernels.spoiled_memory import MemoryFault, gather, scatter
 
 from storage_backends.base import Outcome, Segments
 from storage_backends.layers.checksum import ChecksumLayer
+from storage_backends.layers.stack import LayerOptions, in_layers
+from storage_backends.memory.backend import MemoryBackend
+from storage_backends.memory.config import MemoryConfig
+from storage_backends.redis.backend import RedisBackend
+from storage_backends.redis.config import RedisConfig
 from storage_backends.registry import open_backend
 from storage_backends.segment_views import fill, starts_alike, taken, views
 from tests.helpers.lost_memory import LostMemory
+from tests.helpers.redis_servers import fresh_prefix
 from tests.oracles.pages import IDENTITY, chain
 
 IDS = object_ids(chain(1, 1))
@@ -116,6 +122,55 @@ def test_a_backend_survives_memory_that_is_gone(backend, lost, split):
     row[:] = 0
     assert backend.get_into(IDS, of((address, size))).tolist() == [Outcome.OK]
     assert row.tobytes() == before
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_layers_survive_it_and_do_not_blame_the_medium(lost, split):
+    """Whoever has good memory is served all the while: one failure would open the circuit."""
+    row, (address, size) = whole(OBJECT_BYTES)
+    good, spoiled = of((address, size)), of((address, split), (lost.address + split % 4096, size - split))
+    layered = in_layers(MemoryBackend(MemoryConfig()), LayerOptions(breaker_failures=1))
+    assert answer(lambda: layered.put_from(IDS, spoiled)) > Outcome.EXISTS
+    assert layered.put_from(IDS, good).tolist() == [Outcome.OK]
+    before = row.tobytes()
+    for _ in range(3):
+        row[:] = 0
+        assert answer(lambda: layered.get_into(IDS, spoiled)) > Outcome.EXISTS
+        assert layered.get_into(IDS, good).tolist() == [Outcome.OK]
+        assert row.tobytes() == before
+    layered.close()
+
+
+def test_what_arrived_in_layers_is_copied_where_it_is_wanted(lost):
+    """Of a batch with misses, each hit to its own place, and nothing anywhere else."""
+    ids, rows = object_ids(chain(1, 6)), np.arange(6 * 4096, dtype=np.int64).astype(np.uint8).reshape(6, 4096)
+    layered = in_layers(MemoryBackend(MemoryConfig()), LayerOptions())
+    stored = np.array([0, 1, 3, 5])
+    layered.put_from(ids[stored], Segments.of_rows(rows[stored].copy()))
+    target = np.full_like(rows, 7)
+    parts = [(target.ctypes.data + 4096 * i + at, size) for i in range(6) for at, size in ((0, 1000), (1000, 3096))]
+    addresses, lengths = np.array(parts, np.uint64).T.copy()
+    segments = Segments(addresses, lengths, np.arange(0, 13, 2), target)
+    found = layered.get_into(ids, segments)
+    assert np.flatnonzero(found == Outcome.OK).tolist() == stored.tolist()
+    assert (target[stored] == rows[stored]).all() and (target[[2, 4]] == 7).all()
+    layered.close()
+
+
+def test_a_server_is_not_to_blame_for_it(lost, valkey_server):
+    row, (address, size) = whole(OBJECT_BYTES)
+    good, spoiled = of((address, size)), of((address, 4096), (lost.address, size - 4096))
+    backend = RedisBackend(RedisConfig.parse({"url": valkey_server.unix_url, "prefix": fresh_prefix()}))
+    with pytest.raises(MemoryFault):
+        backend.put_from(IDS, spoiled)
+    assert backend.put_from(IDS, good).tolist() == [Outcome.OK]
+    before = row.tobytes()
+    with pytest.raises(MemoryFault):
+        backend.get_into(IDS, spoiled)
+    row[:] = 0
+    assert backend.get_into(IDS, good).tolist() == [Outcome.OK]
+    assert row.tobytes() == before
+    backend.close()
 
 
 def test_a_checksum_over_memory_that_is_gone_is_an_error(backend, lost):

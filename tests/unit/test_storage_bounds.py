@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,7 @@ class Medium(PassingLayer):
         self.may_scan.set()
 
     def capabilities(self) -> Capabilities:
-        return replace(self.inner.capabilities(), evicts=False)
+        return replace(self.inner.capabilities(), evicts=False, dated=True)
 
     def scan(self) -> Iterator[ScanBatch]:
         assert self.may_scan.wait(HANG_S)
@@ -147,6 +148,31 @@ class TestCapacity:
             put(layer, 2, seed=2)
             assert medium.memory.usage().used_bytes == layer.usage().used_bytes == 4 * SIZE
 
+    def test_a_removal_that_takes_effect_after_all_makes_room(self, medium: Medium) -> None:
+        """Without anybody who asks for what has gone."""
+
+        class SlowToRemove(PassingLayer):
+            late: ObjectIds | None = None
+
+            def delete(self, ids: ObjectIds) -> Outcomes:
+                self.late = ids.copy()
+                raise StorageTimeout("late")
+
+            def is_settled(self) -> bool:
+                return self.late is None
+
+        slow = SlowToRemove(medium)
+        with closing(bounded(slow, 4)) as layer:
+            put(layer, 4, seed=1)
+            with pytest.raises(StorageTimeout):
+                layer.put_from(make_ids(2, 2), Buffers.make(2, SIZE, 2).segments())
+            assert slow.late is not None and len(slow.late) == 2
+            medium.delete(slow.late)
+            assert layer.usage().used_bytes == 4 * SIZE
+            slow.late = None
+            wait_until(lambda: layer.usage().used_bytes == 2 * SIZE)
+            put(layer, 2, seed=2)
+
     def test_never_over_the_limit_while_many_write(self, medium: Medium) -> None:
         most = 0
 
@@ -217,6 +243,10 @@ class TestExpiry:
             assert layer.sweep() == 3
             assert layer.usage().used_bytes == 0
 
+    def test_a_medium_that_knows_no_age_is_refused(self, medium: Medium) -> None:
+        with pytest.raises(ValueError, match="memory backend does not say when its pages were written"):
+            ExpiryLayer(medium.memory, 3600)
+
     def test_a_time_to_live_is_positive(self, medium: Medium) -> None:
         with pytest.raises(ValueError, match="ttl_s is 0"):
             ExpiryLayer(medium, 0)
@@ -253,6 +283,92 @@ class Slow(PassingLayer):
     def is_settled(self) -> bool:
         self.asked.release()
         return self.may_settle.is_set()
+
+
+class Gates(PassingLayer):
+    """Calls for one object that wait for the test, by the name of the call."""
+
+    def __init__(self, inner: StorageBackend, object_id: ObjectIds) -> None:
+        super().__init__(inner)
+        self._object_id = object_id
+        self.reached = {name: threading.Event() for name in ("put", "delete", "get", "sizes")}
+        self.may_go = {name: threading.Event() for name in self.reached}
+        self.closed: set[str] = set()
+        """Those that wait."""
+
+    def put_from(self, ids: ObjectIds, segments: Segments, guard: Guard | None = None) -> Outcomes:
+        self._pass("put", ids)
+        return self.inner.put_from(ids, segments, guard)
+
+    def delete(self, ids: ObjectIds) -> Outcomes:
+        self._pass("delete", ids)
+        return self.inner.delete(ids)
+
+    def get_into(self, ids: ObjectIds, segments: Segments) -> Outcomes:
+        found = self.inner.get_into(ids, segments)
+        self._pass("get", ids)
+        return found
+
+    def sizes(self, ids: ObjectIds) -> np.ndarray:
+        found = self.inner.sizes(ids)
+        self._pass("sizes", ids)
+        return found
+
+    def _pass(self, name: str, ids: ObjectIds) -> None:
+        if name in self.closed and (ids == self._object_id).all(axis=1).any():
+            self.closed.discard(name)
+            self.reached[name].set()
+            assert self.may_go[name].wait(HANG_S)
+
+
+class TestPutsUnderAMiss:
+    """An object is missed, and stored before whoever missed it has counted it off: it still counts."""
+
+    @pytest.fixture
+    def calls(self) -> Iterator[ThreadPoolExecutor]:
+        with ThreadPoolExecutor(4) as pool:
+            yield pool
+
+    def test_one_that_was_evicted_and_is_written_by_two(self, medium: Medium, calls: ThreadPoolExecutor) -> None:
+        """One of the two finds the victim still there, so that its entry stands for nothing when that is gone."""
+        x, page = make_ids(1, seed=1), Buffers.make(1, SIZE, 1)
+        gates = Gates(medium, x)
+        with closing(bounded(gates, 4)) as layer:
+            put(layer, 1, seed=1)
+            put(layer, 3, seed=2)
+            gates.closed |= {"delete", "put"}
+            evicting = calls.submit(put, layer, 1, 3)
+            assert gates.reached["delete"].wait(HANG_S)
+            writing = calls.submit(layer.put_from, x, page.segments())
+            assert gates.reached["put"].wait(HANG_S)
+            assert layer.put_from(x, page.segments()).tolist() == [Outcome.EXISTS]
+            gates.may_go["delete"].set()
+            evicting.result(HANG_S)
+            gates.closed.add("get")
+            missing = calls.submit(layer.get_into, x, Buffers.make(1, SIZE).segments())
+            assert gates.reached["get"].wait(HANG_S)
+            gates.may_go["put"].set()
+            assert writing.result(HANG_S).tolist() == [Outcome.OK]
+            gates.may_go["get"].set()
+            assert missing.result(HANG_S).tolist() == [Outcome.MISS]
+            assert layer._index.contains(x).all()
+            assert layer.usage().used_bytes == medium.memory.usage().used_bytes
+            layer._index.check()
+
+    def test_one_in_doubt_that_is_put_again(self, medium: Medium, calls: ThreadPoolExecutor) -> None:
+        script = Script()
+        x, page = make_ids(1, seed=1), Buffers.make(1, SIZE, 1)
+        gates = Gates(FaultLayer(medium, script, lambda _: None), x)
+        gates.closed.add("sizes")
+        with closing(bounded(gates, 4)) as layer:
+            script.add("put", Answer(Outcome.TIMEOUT))
+            assert layer.put_from(x, page.segments()).tolist() == [Outcome.TIMEOUT]
+            assert gates.reached["sizes"].wait(HANG_S)
+            assert layer.put_from(x, page.segments()).tolist() == [Outcome.OK]
+            gates.may_go["sizes"].set()
+            layer.close()
+            assert layer._index.contains(x).all()
+            assert layer.usage().used_bytes == medium.memory.usage().used_bytes == SIZE
 
 
 class TestLatePuts:
