@@ -140,9 +140,12 @@ class StoreLane(Work):
             flight = self._claim()
             if flight is None:
                 return Next.IDLE
-        results = self._store(flight)
+        results, shares = self._store(flight), self._shares
         with self._session.parts.state:
-            return self._land(results)
+            following = self._land(results)
+        for share in shares:
+            share.op.slice_is_over(share.num_pages)
+        return following
 
     def resume(self) -> None:
         """The flight it was parked on has landed."""

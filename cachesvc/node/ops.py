@@ -1,6 +1,6 @@
 """Ops: what every asynchronous request of a session has in common.
 
-NOTE: everything here but `take_events` is called with the node's state lock held.
+NOTE: everything here but `take_events` and `slice_is_over` is called with the node's state lock held.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
+from cachekernels.pages import object_ids
 from numpy.typing import NDArray
 
 from cachesvc.node.events import Event, EventSource, OpEnded
@@ -132,6 +133,13 @@ class PageOp(Op):
             self.finish(OpEnd.BAD_PAGE)
         else:
             self.go_on(is_complete=self.answered == len(self))
+
+    def slice_is_over(self, num_pages: int) -> None:
+        """After a slice of so many pages, without the lock. The pages of an op that has ended were used together, in
+        however many slices."""
+        if self.end is not None and num_pages < self.answered:
+            had = self.keys[self._outcomes <= Outcome.EXISTS]
+            self.session.parts.tiers.used_together(object_ids(had))
 
     def is_fatal(self, results: Outcomes) -> bool:
         """Whether these outcomes end the op: a page that is not had makes those behind it worthless."""

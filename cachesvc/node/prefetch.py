@@ -50,7 +50,9 @@ class PrefetchOp(PageOp, Work):
             if flight is None:
                 return Next.IDLE
             results = self._from_tiers(flight)
-        return self._land(results)
+        following = self._land(results)
+        self.slice_is_over(len(results))
+        return following
 
     def fail(self, error: Exception) -> None:
         with self.session.parts.state:

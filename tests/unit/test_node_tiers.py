@@ -7,10 +7,13 @@ from cachekernels.pages import object_ids
 from cachesvc.clock import ManualClock
 from cachesvc.metrics import Registry
 from cachesvc.node.counters import NodeCounters
+from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier, TierChain
 from storage_backends.base import Outcome, Segments, outcomes
 from storage_backends.errors import StorageFailed, StorageTimeout, StorageUnavailable
-from tests.oracles.pages import IDENTITY, PAGE_BYTES, ScriptedBackend, chain, memory_backend, page
+from storage_backends.registry import open_backend
+from tests.oracles.pages import IDENTITY, PAGE_BYTES, Engine, ScriptedBackend, chain, memory_backend, page, run_all
 
 KEYS = chain(1, 6)
 IDS = object_ids(KEYS)
@@ -113,6 +116,12 @@ def test_what_a_tier_raises_becomes_outcomes_and_the_next_tier_is_asked(error, k
     assert (chain.read()[0] == outcome).all()
     chain.backends[1].before["put"] = chain.backends[1].before["contains"] = explode
     assert (chain.write() == outcome).all()
+    chain.backends[0].before["delete"] = explode
+    assert (chain.tiers.delete(IDS) == outcome).all(), "whatever the other one says"
+    for backend in chain.backends:
+        backend.before.clear()
+    assert (chain.tiers.delete(IDS) == Outcome.OK).all()
+    assert (chain.read()[0] == Outcome.MISS).all()
 
 
 def test_a_reason_is_worth_more_than_a_miss():
@@ -161,3 +170,37 @@ def test_a_call_is_timed_to_its_end():
     chain.read()
     samples = {sample.text(): sample.value for sample in chain.counters.tier_seconds.samples()}
     assert samples['cachesvc_tier_seconds_sum{tier="a",direction="read"}'] == 2.0
+
+
+@pytest.mark.parametrize("used", ["stored", "read"])
+def test_a_chain_that_moves_in_slices_leaves_from_its_end(used):
+    """Two chains at once, slice by slice in turns: neither loses its beginning, nor what it begins with in a slice."""
+    tier = Tier("near", open_backend("memory", {"capacity_bytes": 16 * (PAGE_BYTES + 128)}))
+    with Node([tier], manual=True, options=NodeOptions(slice_pages=3)) as node:
+        engines = [Engine(node, group=str(number)) for number in range(2)]
+        chains, frames = [chain(number + 1, 8) for number in range(2)], np.arange(8, dtype=np.int32)
+        for engine, keys in zip(engines, chains, strict=True):
+            engine.fill(keys, frames, publish=False)
+            engine.backup(keys, frames)
+        run_all(node)
+        if used == "read":
+            for engine, keys in zip(engines, chains, strict=True):
+                engine.prefetch(keys, frames + 8)
+            run_all(node)
+        other = chain(3, 4)
+        engines[0].fill(other, frames[:4] + 16, publish=False)
+        engines[0].backup(other, frames[:4] + 16)
+        run_all(node)
+        held = [tier.backend.contains(object_ids(keys)) == Outcome.OK for keys in chains]
+        assert sorted(map(int, map(np.count_nonzero, held))) == [4, 8]
+        assert all(one.argmin() >= 4 or one.all() for one in held)
+
+
+def test_one_place_is_one_tier(tmp_path):
+    options = {"path": tmp_path, "capacity_bytes": "1 MiB"}
+    backends = [open_backend("file", options) for _ in range(2)]
+    tiers = [Tier(name, backend) for name, backend in zip("ab", backends, strict=True)]
+    with pytest.raises(ValueError, match="tiers 'a' and 'b' are both at"):
+        TierChain(tiers, NodeCounters(Registry(), ["a", "b"]), ManualClock())
+    for backend in backends:
+        backend.close()
