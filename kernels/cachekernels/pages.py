@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-import numpy as np
-
 from cachekernels import _core
 from cachekernels.arrays import U8, U32, U64, Keys, ObjectIds
 
@@ -71,7 +69,7 @@ def check_pages(headers: U8, ids: ObjectIds, namespace: bytes, addresses: U64, p
 
 def header_claims(headers: U8) -> tuple[U8, U64]:
     """What n headers [n, 128 or 4096] say of their pages, unchecked: namespace digests [n, 32] and raw lengths [n]."""
-    return np.ascontiguousarray(headers[:, 80:112]), np.ascontiguousarray(headers[:, 32:40]).view("<u8").reshape(-1)
+    return _core.header_claims(headers)
 
 
 def encode_encoded_headers(

@@ -68,6 +68,15 @@ nb::tuple check_encoded_py(const Input<uint8_t>& headers, const Input<uint8_t>& 
     return nb::make_tuple(checks, codecs, stored_bytes);
 }
 
+nb::tuple header_claims_py(const Input<uint8_t>& headers) {
+    const auto rows = input_rows(headers, "headers");
+    if (rows.row_length < page_header_bytes) throw nb::value_error("headers: expected at least 128 bytes a row");
+    auto namespaces = new_array<uint8_t>(rows.num_rows, key_bytes);
+    auto raw_bytes = new_array<uint64_t>(rows.num_rows);
+    header_claims(rows.data, rows.num_rows, rows.row_length, namespaces.data(), raw_bytes.data());
+    return nb::make_tuple(namespaces, raw_bytes);
+}
+
 NumpyArray<uint8_t> object_ids_py(const Input<uint8_t>& keys, uint16_t pool, uint16_t rank) {
     const auto key_rows = input_rows(keys, "keys", any_length, key_bytes);
     auto ids = new_array<uint8_t>(key_rows.num_rows, object_id_bytes);
@@ -113,6 +122,10 @@ void bind_page_format(nb::module_& m) {
                   "numpy.typing.NDArray[numpy.uint64]]"),
           nb::arg("headers"), nb::arg("ids"), nb::arg("namespace"), nb::arg("addresses"), nb::arg("available_bytes"),
           nb::arg("raw_bytes"));
+    m.def("header_claims", &header_claims_py,
+          nb::sig("def header_claims(headers: numpy.typing.NDArray[numpy.uint8]) -> "
+                  "tuple[numpy.typing.NDArray[numpy.uint8], numpy.typing.NDArray[numpy.uint64]]"),
+          nb::arg("headers"));
     m.def("object_ids", &object_ids_py, nb::arg("keys"), nb::arg("pool"), nb::arg("rank"));
     m.def("xxh3_128", &xxh3_128_py, nb::arg("addresses"), nb::arg("lengths"));
     m.def("crc32c", &crc32c_py, nb::arg("data"));

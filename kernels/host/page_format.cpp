@@ -149,6 +149,16 @@ void check_encoded(const EncodedBatch& batch, size_t header_bytes, const uint8_t
     });
 }
 
+void header_claims(const uint8_t* headers, size_t num_headers, size_t header_bytes, uint8_t* namespaces,
+                   uint64_t* raw_bytes) {
+    for (size_t i = 0; i < num_headers; ++i, headers += header_bytes, namespaces += sizeof(PageHeader::ns)) {
+        PageHeader header;
+        std::memcpy(&header, headers, sizeof(header));
+        std::memcpy(namespaces, header.ns, sizeof(header.ns));
+        raw_bytes[i] = header.raw_bytes;
+    }
+}
+
 void object_ids(const uint8_t* keys, size_t num_keys, uint16_t pool, uint16_t rank, uint8_t* ids) {
     for (size_t i = 0; i < num_keys; ++i, keys += 32, ids += object_id_bytes) {
         std::memcpy(ids, keys, 32);

@@ -57,6 +57,10 @@ struct EncodedChecks {
 };
 void check_encoded(const EncodedBatch& batch, size_t header_bytes, const uint8_t* headers, const EncodedChecks& out);
 
+// What n headers of `header_bytes` each say of their pages, unchecked: namespaces [n, 32], raw lengths [n].
+void header_claims(const uint8_t* headers, size_t num_headers, size_t header_bytes, uint8_t* namespaces,
+                   uint64_t* raw_bytes);
+
 // key ‖ pool ‖ rank for n keys, [n, 36].
 void object_ids(const uint8_t* keys, size_t num_keys, uint16_t pool, uint16_t rank, uint8_t* ids);
 // Checksums of n byte ranges, [n, 16].

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from storage_backends.layers.capacity import CapacityLayer
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.layers.stack import LayerOptions, in_layers
 from storage_backends.testing.conformance import StorageConformance
+from tests.helpers.seaweed import Seaweed
 
 NAMESPACE = bytes(range(32))
 ROOM = 16
@@ -37,6 +39,32 @@ class PageFiles:
     def write_medium(self, backend: StorageBackend, object_id: bytes, value: bytes) -> None:
         self.path(object_id).parent.mkdir(exist_ok=True)
         self.path(object_id).write_bytes(value)
+
+
+class BucketObjects:
+    """Hooks: objects of a real S3 server, through a client of the tests. `key` is the medium's."""
+
+    server: Seaweed
+    prefix: str
+    client: Any
+
+    @pytest.fixture(autouse=True)
+    def _bucket(self, seaweed: Seaweed) -> None:
+        self.server, self.prefix, self.client = seaweed, uuid.uuid4().hex, seaweed.client
+
+    def key(self, object_id: bytes) -> dict[str, str]:
+        """`Bucket` and `Key`, as documented."""
+        raise NotImplementedError
+
+    def read_medium(self, backend: StorageBackend, object_id: bytes) -> bytes | None:
+        try:
+            value: bytes = self.client.get_object(**self.key(object_id))["Body"].read()
+        except self.client.exceptions.NoSuchKey:
+            return None
+        return value
+
+    def write_medium(self, backend: StorageBackend, object_id: bytes, value: bytes) -> None:
+        self.client.put_object(**self.key(object_id), Body=value)
 
 
 class AsANodeOpensIt(StorageConformance if TYPE_CHECKING else object):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
-from typing import Any
-
 import pytest
 
 from storage_backends.base import StorageBackend
 from storage_backends.fsspec.backend import open_backend as fsspec_backend
 from storage_backends.testing.conformance import StorageConformance
-from tests.conformance.media import AsANodeOpensIt, PageFiles
-from tests.helpers.seaweed import ACCESS_KEY, BUCKET, SECRET_KEY, Seaweed
+from tests.conformance.media import AsANodeOpensIt, BucketObjects, PageFiles
+from tests.helpers.seaweed import ACCESS_KEY, BUCKET, SECRET_KEY
 
 
 class OnFiles(PageFiles):
@@ -19,17 +16,8 @@ class OnFiles(PageFiles):
         return fsspec_backend({"url": f"file://{self.root}", "threads": 4})
 
 
-class OnS3:
-    """Hooks: objects by their documented keys, through a client of the tests."""
-
+class OnS3(BucketObjects):
     more_connections = 10
-    server: Seaweed
-    prefix: str
-    client: Any
-
-    @pytest.fixture(autouse=True)
-    def _bucket(self, seaweed: Seaweed) -> None:
-        self.server, self.prefix, self.client = seaweed, uuid.uuid4().hex, seaweed.client
 
     def open(self) -> StorageBackend:
         options = {"key": ACCESS_KEY, "secret": SECRET_KEY, "client_kwargs": {"endpoint_url": self.server.endpoint}}
@@ -38,16 +26,6 @@ class OnS3:
     def key(self, object_id: bytes) -> dict[str, str]:
         name = object_id.hex()
         return {"Bucket": BUCKET, "Key": f"{self.prefix}/{name[:2]}/{name}.page"}
-
-    def read_medium(self, backend: StorageBackend, object_id: bytes) -> bytes | None:
-        try:
-            value: bytes = self.client.get_object(**self.key(object_id))["Body"].read()
-        except self.client.exceptions.NoSuchKey:
-            return None
-        return value
-
-    def write_medium(self, backend: StorageBackend, object_id: bytes, value: bytes) -> None:
-        self.client.put_object(**self.key(object_id), Body=value)
 
 
 class TestFiles(OnFiles, StorageConformance):
