@@ -45,7 +45,7 @@ from cachesvc.client.store_arguments import (
 )
 from cachesvc.client.store_connection import ReconnectInCall, StoreConnection
 from cachesvc.client.store_hold import PageHold
-from cachesvc.client.store_link import NodeSilent, StoreLink
+from cachesvc.client.store_link import LEAVE_TIMEOUT_S, NodeSilent, StoreLink
 from cachesvc.client.store_reads import Reads
 from cachesvc.identity import store_keys
 from cachesvc.node.store_sessions import StoreRequest
@@ -222,10 +222,11 @@ class Store:
 
         return Outcome(int(self._run(1, one, timeout_s, lambda link: 1)[0]))
 
-    def close(self) -> None:
-        """Leaves the node; what was put stays there. Idempotent. Calls after it answer UNAVAILABLE."""
+    def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+        """Leaves the node, which has `timeout_s` to answer; what was put stays there. A call that runs ends first.
+        Idempotent. Calls after it answer UNAVAILABLE."""
         with self._lock:
-            self._connection.close()
+            self._connection.close(timeout_s)
 
     def __enter__(self) -> Store:
         return self

@@ -19,8 +19,9 @@ from dataclasses import replace
 
 from cachesvc.client.base import AttachRefused, NodeAway
 from cachesvc.client.greeting import Dial
-from cachesvc.client.store_link import StoreLink, open_link
+from cachesvc.client.store_link import LEAVE_TIMEOUT_S, StoreLink, open_link
 from cachesvc.node.store_sessions import StoreRequest
+from cachesvc.outcomes import AttachResult
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +71,14 @@ class StoreConnection(ABC):
             self._link = None
         self._away(why)
 
-    def close(self) -> None:
-        """Leaves the node. Idempotent."""
+    def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+        """Leaves the node, which has `timeout_s` to answer. Idempotent."""
         self._is_closed = True
         link, self._link = self._link, None
         if link is None:
             return
         if self._pid == os.getpid():
-            link.leave()
+            link.leave(timeout_s)
         else:
             link.close()
 
@@ -128,11 +129,11 @@ class ReconnectBehind(StoreConnection):
     def ready(self, deadline_s: float) -> StoreLink | None:
         return self._link
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         self._closing.set()
         with self._state:  # a link that comes later is left by the thread
             self._is_closed = True
-        super().close()
+        super().close(timeout_s)
 
     def _away(self, why: str) -> None:
         super()._away(why)
@@ -144,15 +145,22 @@ class ReconnectBehind(StoreConnection):
         threading.Thread(target=self._look, name="cachesvc-reconnect", daemon=True).start()
 
     def _look(self) -> None:
+        told: AttachResult | None = None
         while not self._closing.wait(self._retry_s):
             self._retry_s = min(MAX_RETRY_S, 2 * self._retry_s)
             try:
                 link = self._attempt(OPENING_S)
-            except (NodeAway, AttachRefused) as error:
+            except NodeAway as error:
                 logger.debug("store: the node at %s is still away: %s", self._where, error)
-                continue
-            if self._take(link):
-                return
+            except AttachRefused as refused:
+                if refused.result is not told:  # once for each reason: it may last
+                    logger.warning("store: the node at %s is there and refuses: %s", self._where, refused)
+                told = refused.result
+            except Exception:  # whatever it is, the next attempt may do better, and nobody else makes one
+                logger.exception("store: connecting to the node at %s", self._where)
+            else:
+                if self._take(link):
+                    return
         with self._state:
             self._is_looking = False
 

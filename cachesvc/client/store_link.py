@@ -90,10 +90,11 @@ class StoreLink:
         if not self._link.post(to_frame(message)):
             raise LinkBroken("the node does not read")
 
-    def leave(self) -> None:
-        """Ends the session in good order: nothing of the slab is used any more."""
+    def leave(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+        """Ends the session in good order: nothing of the slab is used any more. Without time left the node is told
+        so, and no answer is waited for."""
         with contextlib.suppress(LinkBroken, NodeSilent, BadMessage):
-            self.ask(managed_pb2.ToStore(leave=managed_pb2.Leave()), time.monotonic() + LEAVE_TIMEOUT_S)
+            self.ask(managed_pb2.ToStore(leave=managed_pb2.Leave()), time.monotonic() + timeout_s)
         self.close()
 
     def close(self) -> None:

@@ -76,6 +76,14 @@ def checkpoint_digest(place: Path) -> bytes | None:
         return None
 
 
+def adapter_digest(folder: Path) -> bytes | None:
+    """32 bytes naming the adapter in `folder` by its whole content. None: there is none, or it cannot be read."""
+    try:
+        return _content_digest(_adapter_files(folder))
+    except OSError:
+        return None
+
+
 class AdapterDigests:
     """Names for adapters by their content. Looked at once per adapter, when it is first seen.
 

@@ -27,6 +27,8 @@ from storage_backends.layers.breaker import BreakerOptions, Circuit, Verdict
 
 logger = logging.getLogger(__name__)
 
+I64 = NDArray[np.int64]
+
 ONE_IS_ENOUGH = BreakerOptions(failures=1, pause_s=1.0, max_pause_s=30.0)
 
 
@@ -38,6 +40,9 @@ class StoreVerb(StrEnum):
     PUT = "put"
     DELETE = "delete"
     CLEAR = "clear"
+
+
+VERBS = tuple(StoreVerb)
 
 
 class Deadline:
@@ -60,8 +65,8 @@ class Gate:
         self._timeouts_s = timeouts_s
         self._circuits = {verb: Circuit(f"{verb} calls", ONE_IS_ENOUGH, clock, random.random) for verb in StoreVerb}
         self._lock = threading.Lock()
-        self._counts = {verb: np.zeros(len(Outcome), np.int64) for verb in StoreVerb}
-        self._is_away = False
+        self._counts = np.zeros((len(VERBS), len(Outcome)), np.int64)
+        self._away: set[StoreVerb] = set()
 
     def deadline(self, verb: StoreVerb) -> Deadline:
         """For one call of SGLang's, which may ask several stores."""
@@ -82,29 +87,32 @@ class Gate:
         finally:
             circuit.record(ticket, verdict)
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Pages so far, by verb and outcome; what never occurred is left out."""
+    def tally(self) -> I64:
+        """Pages so far, [verb, outcome] in the order of `VERBS` and `Outcome`."""
         with self._lock:
-            return {
-                str(verb): {
-                    Outcome(value).name.lower(): int(counts[value]) for value in np.flatnonzero(counts).tolist()
-                }
-                for verb, counts in self._counts.items()
-                if counts.any()
-            }
+            return self._counts.copy()
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """The same by name; what never occurred is left out."""
+        return {
+            str(verb): {Outcome(value).name.lower(): int(counts[value]) for value in np.flatnonzero(counts).tolist()}
+            for verb, counts in zip(VERBS, self.tally(), strict=True)
+            if counts.any()
+        }
 
     def _answered(self, verb: StoreVerb, results: Outcomes) -> Outcomes:
+        """Counts them. A spell in which the node answers nothing of a verb is logged at its begin and its end, verb by
+        verb: while a medium hangs, queries go on being answered between reads that are not."""
         is_lost: NDArray[np.bool_] = (results == Outcome.UNAVAILABLE) | (results == Outcome.TIMEOUT)
         with self._lock:
-            self._counts[verb] += np.bincount(results, minlength=len(Outcome))
-            was_away = self._is_away
-            if len(results):
-                self._is_away = bool(is_lost.all())
-            is_away = self._is_away
+            self._counts[VERBS.index(verb)] += np.bincount(results, minlength=len(Outcome))
+            was_away = verb in self._away
+            is_away = bool(is_lost.all()) if len(results) else was_away
+            (self._away.add if is_away else self._away.discard)(verb)
         if is_away and not was_away:
-            logger.warning("the node does not answer (%s of %d pages): they count as not stored", verb, len(results))
+            logger.warning("%s: the node does not answer (%d pages): they count as not stored", verb, len(results))
         if was_away and not is_away:
-            logger.warning("the node answers again")
+            logger.warning("%s: the node answers again", verb)
         return results
 
 

@@ -179,6 +179,8 @@ def split_pages(pool: Any, count: int) -> list[HostPages]:
     """The pages of a pool of layout `page_head`, cut by heads into `count` equal parts that ranks of another number
     could use as their own."""
     page_size, num_slots = int(pool.page_size), int(pool.size)
+    if int(pool.head_num) % count:
+        raise PagesUnsupported(f"{type(pool).__name__}: {pool.head_num} heads do not come in {count} equal parts")
     whole = _in_segments(
         lambda slots: pool.get_split_heads_page_buffer_meta(slots, count), page_size, num_slots, does_move=False
     )

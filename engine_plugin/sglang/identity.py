@@ -1,7 +1,8 @@
 """What the pages of an SGLang engine depend on: the namespace under which a host pool's pages are stored.
 
 SGLang's page keys name tokens, adapter and salt, and nothing else; everything that decides the bytes of a page beside
-them is here. The name a model is served under is not: two models may have the same.
+them is here. The name a model is served under is not: two models may have the same. An adapter that was given at the
+launch is in a key by its name and path alone, so that its content is here; one that is loaded later has a random name.
 
     IdentityUnknown (ValueError)   see engine_plugin/models/checkpoint.py
 """
@@ -15,10 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from cachesvc.identity import encode_value
-from engine_plugin.models.checkpoint import checkpoint_place, named_weights, without_volatile
+from engine_plugin.models.checkpoint import (
+    IdentityUnknown,
+    adapter_digest,
+    checkpoint_place,
+    named_weights,
+    without_volatile,
+)
 
 VERSION = "cs1/sglang/1"
-DECIDING_ARGUMENTS = ("dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "json_model_override_args")
+DECIDING_ARGUMENTS = (
+    *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args"),
+    *("modelopt_quant", "quantize_and_serve", "rl_quant_profile", "dllm_algorithm"),
+    *("speculative_algorithm", "speculative_draft_model_quantization"),
+)
+WHERE_NAMED = "the extra config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +60,45 @@ class PoolIdentity:
 
 
 def model_identity(args: Any, revision: str | None) -> str:
-    """Names the weights and what is computed with them; those of a draft model too. `args`: SGLang's server arguments.
-    `revision` stands for the weights. IdentityUnknown."""
+    """Names the weights, those of a draft model and of adapters too, and what is computed with them. `args`: SGLang's
+    arguments (arguments.py). `revision` stands for the weights. IdentityUnknown."""
     weights = [_weights(args.model_path, args.revision, args, revision)]
     draft = args.speculative_draft_model_path
     if draft is not None:
         weights.append(_weights(draft, args.speculative_draft_model_revision, args, revision))
     effective = {name: str(getattr(args, name)) for name in DECIDING_ARGUMENTS}
-    effective["speculative_algorithm"] = str(args.speculative_algorithm)
-    return hashlib.sha256(json.dumps([weights, effective], sort_keys=True).encode()).hexdigest()
+    effective["kv scales"] = _file_digest(args.quantization_param_path)
+    named = [weights, effective, _adapters(args, revision)]
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+
+def _adapters(args: Any, revision: str | None) -> list[list[str]]:
+    """Name, path and content of each adapter of the launch line. IdentityUnknown: one cannot be read, and no revision
+    was given."""
+    launched = [(str(one.lora_name), str(one.lora_path)) for one in args.lora_paths or () if args.enable_lora]
+    if args.uno_lora_path is not None:
+        launched.append(("", str(args.uno_lora_path)))
+    named = []
+    for name, path in sorted(launched):
+        place = checkpoint_place(path, None, args.download_dir)
+        digest = None if place is None else adapter_digest(place)
+        if digest is None and revision is None:
+            raise IdentityUnknown(
+                f"no adapter was found at {path}, so that nothing tells its pages from those of another one with this "
+                f"name and path; name weights and adapters with model_revision in {WHERE_NAMED}"
+            )
+        named.append([name, path, f"revision {revision}" if digest is None else digest.hex()])
+    return named
+
+
+def _file_digest(path: str | None) -> str:
+    """Of what is in a file; of its name where it cannot be read, and nothing for none."""
+    if path is None:
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return f"unread {path}"
 
 
 def _weights(model: str, model_revision: str | None, args: Any, revision: str | None) -> list[str]:
@@ -66,7 +108,7 @@ def _weights(model: str, model_revision: str | None, args: Any, revision: str | 
         return [f"revision {revision}", config or model]
     if str(args.load_format) == "dummy":
         return ["dummy", config or model]
-    return [named_weights(model, place, "the extra config"), config]
+    return [named_weights(model, place, WHERE_NAMED), config]
 
 
 def _config_digest(place: Path | None) -> str:

@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from sglang.srt.runtime_context import get_parallel
 
 from cachesvc.config.model import ConfigError
+from engine_plugin.sglang.arguments import arguments_in_effect
 from engine_plugin.sglang.config import LINKER_WHERE, LinkerConfig, parse_linker_config
 from engine_plugin.sglang.core import KV, StorageCore
 from engine_plugin.sglang.host_pages import StraightPages, pages_in_buffers
@@ -53,6 +54,7 @@ class CachesvcLinker(UnifiedCacheLinker):
         extra_config: dict[str, Any],
         forward_stream: Any = None,
     ) -> None:
+        del server_args  # as they were typed
         self.forward_stream = forward_stream
         config = parse_linker_config(extra_config)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
@@ -65,7 +67,7 @@ class CachesvcLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: pool}
         self.layer_done_counter = LayerWiseLoadCounter(pool.layer_num)
         self._linker = LinkerCore(
-            _opened(config, server_args, pool, pages),
+            _opened(config, pool, pages),
             pages,
             self.layer_done_counter,
             max_held_pages=max(1, config.memory_bytes // pages.page_bytes // HELD_PART),
@@ -136,16 +138,16 @@ def _buffers(pool: Any) -> Sequence[torch.Tensor]:
     return list(pool.kv_buffer) if isinstance(pool, MLATokenToKVPool) else [*pool.k_buffer, *pool.v_buffer]
 
 
-def _opened(config: LinkerConfig, server_args: Any, pool: Any, pages: StraightPages) -> StorageCore:
-    namespace = _identity(config, server_args, pool, pages).namespace()
+def _opened(config: LinkerConfig, pool: Any, pages: StraightPages) -> StorageCore:
+    namespace = _identity(config, pool, pages).namespace()
     core = StorageCore(config, 1, has_shared_pages=False)
     core.open_anchor(PoolPlan(KV, ((pages, namespace),)))
     return core
 
 
-def _identity(config: LinkerConfig, server_args: Any, pool: Any, pages: StraightPages) -> PoolIdentity:
+def _identity(config: LinkerConfig, pool: Any, pages: StraightPages) -> PoolIdentity:
     return PoolIdentity(
-        model=model_identity(server_args, config.model_revision),
+        model=model_identity(arguments_in_effect(), config.model_revision),
         engine=f"sglang {sglang.__version__}",
         pool=KV,
         kind=type(pool).__name__,

@@ -36,10 +36,10 @@ class Stores:
     get: Store
     put: Store
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         """Leaves the node three times. Idempotent."""
         for store in (self.exists, self.get, self.put):
-            store.close()
+            store.close(deadline.left_s)
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class PoolStore:
 
         return bool(self._each(StoreVerb.CLEAR, 1, deadline, ask)[0])
 
-    def close(self) -> None:
-        """Leaves the node; what was put stays there."""
+    def close(self, deadline: Deadline) -> None:
+        """Leaves the node, which has until `deadline` to answer; what was put stays there."""
         for shard in self._shards:
-            shard.stores.close()
+            shard.stores.close(deadline)
 
     def _check(self, count: int, slots: I64) -> None:
         if slots.shape != (count * self.page_size,):

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from cachesvc.client.base import AttachRefused
 from cachesvc.config.model import ConfigError
 from engine_plugin.sglang.config import WHERE, StorageConfig
-from engine_plugin.sglang.gate import Gate
+from engine_plugin.sglang.gate import Deadline, Gate
 from engine_plugin.sglang.host_pages import HostPages
 from engine_plugin.sglang.nodes import Demand, RankNode
 from engine_plugin.sglang.pool_store import PoolStore, Shard, Stores
 
 logger = logging.getLogger(__name__)
+
+LEAVING_S = 1.0
+"""How long a node may take to hear that all connections of a rank are over."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,11 @@ class RankStore:
         return name in self._logical
 
     def close(self) -> None:
-        """Leaves the node, and ends it if it is ours. Bounded. Idempotent."""
+        """Leaves the node, and ends it if it is ours. One that hangs costs `LEAVING_S` in all. Idempotent."""
         self._node.stop_dialling()
+        deadline = Deadline(LEAVING_S)
         for pool in self._pools.values():
-            pool.close()
+            pool.close(deadline)
         self._node.close()
 
     def _open(self, plan: PoolPlan, memory_bytes: int) -> None:
@@ -102,8 +106,9 @@ class RankStore:
                 demand = Demand(namespace, pages.page_bytes, max(memory_bytes, 2 * pages.page_bytes))
                 shards.append(Shard(pages, self._stores(demand)))
         except BaseException:
+            deadline = Deadline(LEAVING_S)
             for shard in shards:
-                shard.stores.close()
+                shard.stores.close(deadline)
             raise
         self._pools[plan.name] = PoolStore(shards, self._gate)
         logger.info(

@@ -7,6 +7,7 @@ node that refuses, an engine that cannot be named) is a ValueError while SGLang 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_observability
 
 from cachesvc.config.model import ConfigError
+from engine_plugin.sglang.arguments import arguments_in_effect
 from engine_plugin.sglang.config import WHERE, parse_config
 from engine_plugin.sglang.core import KV, PoolNeed, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
@@ -40,7 +42,10 @@ from engine_plugin.sglang.host_pages import (
     split_pages,
 )
 from engine_plugin.sglang.identity import PoolIdentity, model_identity
+from engine_plugin.sglang.metrics import PageSeries
 from engine_plugin.sglang.rank_store import PoolPlan
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("dtype", "temporal_dtype", "conv_dtype", "indexer_dtype")
 HEADS = "head_num"
@@ -61,9 +66,10 @@ class CachesvcStorage(HiCacheStorage):
         self._is_v1 = bool(extra.get("interface_v1", 0))
         if storage_config.dcp_size > 1:
             raise ConfigError(f"{WHERE}: ranks that share out a page's tokens (dcp_size > 1) are not supported")
-        self._model = model_identity(get_server_args(), self._config.model_revision)
+        self._model = model_identity(arguments_in_effect(), self._config.model_revision)
         num_ranks = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
         has_shared_pages = storage_config.is_mla_model and storage_config.tp_size > 1
+        self._series = self._new_series() if storage_config.enable_storage_metrics else None
         self._core = StorageCore(self._config, num_ranks, has_shared_pages=has_shared_pages)
         self._later: dict[str, Any] = {}
         self._is_complete = False
@@ -94,9 +100,13 @@ class CachesvcStorage(HiCacheStorage):
         plans = []
         for name, pool in pools.items():
             try:
+                self._check_written(name, pool)
                 plans.append(self._plan(name, pool))
             except PagesUnsupported as error:
                 self._core.switch_off(name, str(error))
+            except Exception as error:  # a pool of a kind not seen yet; SGLang cannot take the attach back any more
+                logger.exception("host pool %r", name)
+                self._core.switch_off(name, f"{type(error).__name__}: {error}")
         self._core.open_others(plans)
 
     # ---- queries
@@ -196,15 +206,16 @@ class CachesvcStorage(HiCacheStorage):
         return self._core.delete([key])[0]
 
     def clear(self) -> None:
-        """Takes this engine's pages, and no others, out of the node. RuntimeError, which SGLang reports as a failure:
-        some may still be there."""
+        """Takes this engine's pages, and no others, out of the node. RuntimeError, which SGLang logs: some may still be
+        there."""
         left = self._core.clear()
         if left:
             raise RuntimeError(f"not cleared, or not in time: pages of {', '.join(left)}; the node may be at it still")
 
     def get_stats(self) -> StorageMetrics | None:
-        if not self._ranks.enable_storage_metrics:
+        if self._series is None:
             return None
+        self._series.observe(self._core.gate.tally())
         read, kept = self._core.take_stats()
         return StorageMetrics(
             prefetch_pgs=read.pages,
@@ -216,6 +227,15 @@ class CachesvcStorage(HiCacheStorage):
     def close(self) -> None:
         """Detach. What was kept stays with the node."""
         self._core.close()
+        if self._series is not None:
+            self._series.observe(self._core.gate.tally())
+
+    def _new_series(self) -> PageSeries:
+        """Under the labels of SGLang's own storage metrics that tell ranks apart, and the operator's."""
+        ranks = self._ranks
+        own = {"tp_rank": ranks.tp_rank, "dp_rank": ranks.dp_rank, "pp_rank": ranks.pp_rank}
+        labels = {**own, "attn_cp_rank": ranks.attn_cp_rank, **(get_observability().extra_metric_labels or {})}
+        return PageSeries({name: str(value) for name, value in labels.items()})
 
     # ---- what a pool is
 
@@ -223,7 +243,9 @@ class CachesvcStorage(HiCacheStorage):
         """PagesUnsupported."""
         ranks = self._ranks
         num_shards = 1
-        if name == KV and ranks.tp_lcm_size and pool.layout == "page_head" and not ranks.is_mla_model:
+        is_by_heads = pool.layout == "page_head" and not ranks.is_mla_model
+        # The generic path has whole flat pages to give, and no parts of them.
+        if name == KV and ranks.tp_lcm_size and is_by_heads and self._is_v1:
             num_shards = ranks.tp_lcm_size // ranks.tp_size
         if num_shards > 1:
             shards = split_pages(pool, num_shards)
@@ -241,11 +263,17 @@ class CachesvcStorage(HiCacheStorage):
         page_bytes = flat_bytes(pool.get_data_page(0, flat=True)).numel()
         return FlatPages(pages.page_size, pages.num_slots, page_bytes, pool)
 
+    def _check_written(self, name: str, pool: Any) -> None:
+        """PagesUnsupported: of a model whose KV is replicated SGLang has one rank store everything but recurrent
+        state, also pools of which each rank has heads of its own."""
+        ranks = self._ranks
+        if ranks.is_mla_model and ranks.tp_size > 1 and _has_heads(pool) and name != PoolName.MAMBA:
+            raise PagesUnsupported("each rank has heads of its own, and SGLang lets the first one alone store them")
+
     def _identity(self, name: str, pool: Any, pages: HostPages, shard: int, num_shards: int) -> PoolIdentity:
         ranks = self._ranks
         # State and heads are split over ranks even where the KV of the model is not.
-        is_split = name == PoolName.MAMBA or isinstance(pool, MHATokenToKVPoolHost | MHATokenToKOnlyPoolHost)
-        is_replicated = ranks.is_mla_model and not is_split
+        is_replicated = ranks.is_mla_model and not (name == PoolName.MAMBA or _has_heads(pool))
         tp_rank = 0 if is_replicated else ranks.tp_rank * num_shards + shard
         return PoolIdentity(
             model=self._model,
@@ -270,6 +298,10 @@ class CachesvcStorage(HiCacheStorage):
 
     def _is_page(self, page: torch.Tensor) -> bool:
         return page.device.type == "cpu" and page.nbytes == self._core.page_bytes()
+
+
+def _has_heads(pool: Any) -> bool:
+    return isinstance(pool, MHATokenToKVPoolHost | MHATokenToKOnlyPoolHost)
 
 
 def _need_of(transfer: PoolTransfer) -> PoolNeed:

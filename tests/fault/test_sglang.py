@@ -6,11 +6,12 @@ import pytest
 import torch
 from cachekernels.region import Region
 
+from cachesvc.client import store_connection
 from cachesvc.config.model import ConfigError
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
-from engine_plugin.sglang import nodes
+from engine_plugin.sglang import nodes, rank_store
 from engine_plugin.sglang.config import StorageConfig
 from engine_plugin.sglang.core import KV, PoolNeed, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
@@ -210,13 +211,17 @@ def test_hashes_that_are_none(door, name):
 # a node that hangs, dies, is not there
 
 
-def until_connected(core):
-    store = core._pools.pool(KV)
+def until(is_so):
     for _ in range(int(HANG_S / 0.01)):
-        if all(one.is_connected for one in vars(store._shards[0].stores).values()):
+        if is_so():
             return
         threading.Event().wait(0.01)
-    raise AssertionError("not connected again")
+    raise AssertionError("not so in time")
+
+
+def until_connected(core):
+    store = core._pools.pool(KV)
+    until(lambda: all(one.is_connected for one in vars(store._shards[0].stores).values()))
 
 
 @pytest.mark.parametrize("verb", ["exists", "get", "put"])
@@ -340,6 +345,31 @@ def test_no_node_at_the_start_is_a_node_later():
         core.close()
 
 
+def test_a_node_that_comes_back_with_nothing_to_lend_is_said_once(tmp_path, monkeypatch, caplog):
+    """And whatever else goes wrong when a connection is made, the next attempt is made."""
+    attempts, open_link = [], store_connection.open_link
+
+    def attempt(*arguments):
+        attempts.append(1)
+        if len(attempts) in (4, 5, 6):
+            raise RuntimeError("odd")
+        return open_link(*arguments)
+
+    monkeypatch.setattr(store_connection, "MAX_RETRY_S", 0.1)
+    monkeypatch.setattr(store_connection, "open_link", attempt)
+    path = tmp_path / "n.sock"
+    core = opened(path, MhaPool())
+    with Node([]) as poor, RunningDoor(poor, path):
+        until(lambda: len(attempts) > 30)
+    refusals = [record for record in caplog.records if "is there and refuses" in record.getMessage()]
+    assert len(refusals) == 3, "one for each verb's connection"
+    assert "node-managed memory: need" in refusals[0].getMessage()
+    with Node([], options=NodeOptions(managed_bytes=1 << 20)) as node, RunningDoor(node, path):
+        until_connected(core)
+        assert put(core, hashes(1), [1]) == [True]
+        core.close()
+
+
 def test_a_node_that_refuses_says_why(node, door):
     with pytest.raises(ConfigError, match=r"node at unix://.* refuses this engine: .*need 2097152 bytes, have 1048576"):
         opened(door.path, MhaPool(), memory_gib=2**-9)
@@ -368,6 +398,20 @@ def test_pages_that_move_are_kept_as_they_lie_at_that_moment(door):
     assert contents(other, [0, 1]) == contents(pool, [3, 10])
     core.close()
     reader.close()
+
+
+@pytest.mark.timeout(30)
+def test_a_node_that_hangs_is_left_in_the_time_of_one_answer(monkeypatch):
+    """Nine connections that wait four seconds each would be over this test's time."""
+    monkeypatch.setattr(rank_store, "LEAVING_S", 4.0)
+    with NodeProcess() as process:
+        core = opened(process.path, MhaPool(), ("swa", MhaPool()), ("draft", MhaPool()))
+        process.freeze()
+        core.close()
+        process.thaw()
+        core = opened(process.path, MhaPool())
+        assert put(core, hashes(1), [1]) == [True]
+        core.close()
 
 
 # whose node it is

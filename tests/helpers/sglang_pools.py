@@ -15,6 +15,7 @@ class MhaPool:
 
     def __init__(self, layout="page_first", num_pages=40, dtype=torch.bfloat16):
         self.layout, self.page_size, self.size, self.dtype = layout, PAGE_SIZE, num_pages * PAGE_SIZE, dtype
+        self.head_num = HEADS
         dims = {
             "page_first": (2, self.size, LAYERS, HEADS, DIM),
             "page_first_direct": (2, num_pages, LAYERS, PAGE_SIZE, HEADS, DIM),

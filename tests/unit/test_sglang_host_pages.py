@@ -147,6 +147,11 @@ def test_parts_of_heads_are_what_ranks_of_another_number_have(count):
         assert part.segment_bytes.tolist() == sizes[mine]
 
 
+def test_heads_that_do_not_come_in_equal_parts():
+    with pytest.raises(PagesUnsupported, match="2 heads do not come in 3 equal parts"):
+        split_pages(MhaPool("page_head"), 3)
+
+
 def test_pages_of_a_device_pool_are_rows_of_each_buffer():
     buffers = [torch.randint(0, 256, (12, width), dtype=torch.uint8) for width in (8, 24)]
     pages = pages_in_buffers(buffers, 4)

@@ -67,6 +67,14 @@ def args(path, **changes):
         "speculative_draft_model_path": None,
         "speculative_draft_model_revision": None,
         "served_model_name": "name",
+        "modelopt_quant": None,
+        "quantize_and_serve": False,
+        "rl_quant_profile": None,
+        "dllm_algorithm": None,
+        "speculative_draft_model_quantization": None,
+        "enable_lora": None,
+        "lora_paths": None,
+        "uno_lora_path": None,
     }
     return SimpleNamespace(**{**plain, **changes})
 
@@ -96,6 +104,11 @@ def test_a_copy_of_a_model_under_other_names_is_the_same(checkpoint, tmp_path):
         {"dtype": "float16"},
         {"quantization": "fp8"},
         {"quantization_param_path": "/scales.json"},
+        {"modelopt_quant": "fp8"},
+        {"quantize_and_serve": True},
+        {"rl_quant_profile": "/profile"},
+        {"dllm_algorithm": "LowConfidence"},
+        {"speculative_draft_model_quantization": "fp8"},
         {"json_model_override_args": '{"rope_theta": 1}'},
         {"speculative_algorithm": "EAGLE"},
         {"load_format": "dummy"},
@@ -121,6 +134,57 @@ def test_a_draft_model_counts(checkpoint, tmp_path):
     with_draft = model_identity(args(checkpoint, speculative_draft_model_path=str(draft)), None)
     other = model_identity(args(checkpoint, speculative_draft_model_path=str(made(tmp_path / "d", seed=3))), None)
     assert len({with_draft, other, model_identity(args(checkpoint), None)}) == 3
+
+
+def test_scales_of_the_cache_count_by_their_content(checkpoint, tmp_path):
+    scales = tmp_path / "scales.json"
+    names = set()
+    for content in ("1.0", "2.0"):
+        scales.write_text(content)
+        names.add(model_identity(args(checkpoint, quantization_param_path=str(scales)), None))
+    assert len(names) == 2
+
+
+def adapter(folder, content):
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return str(folder)
+
+
+def with_adapters(checkpoint, *adapters, **changes):
+    refs = [SimpleNamespace(lora_name=name, lora_path=path) for name, path in adapters]
+    return args(checkpoint, **{"enable_lora": True, "lora_paths": refs, **changes})
+
+
+def test_adapters_of_the_launch_line_count_by_their_content(checkpoint, tmp_path):
+    """SGLang's keys have their names and paths alone, which stay when an adapter is trained on."""
+    first, second = ("a", adapter(tmp_path / "a", b"1")), ("b", adapter(tmp_path / "b", b"2"))
+    before = model_identity(with_adapters(checkpoint, first, second), None)
+    assert before == model_identity(with_adapters(checkpoint, second, first), None)
+    others = [
+        model_identity(args(checkpoint), None),
+        model_identity(with_adapters(checkpoint, first), None),
+        model_identity(with_adapters(checkpoint, first, second), "r1"),
+    ]
+    adapter(tmp_path / "a", b"3")
+    others += [
+        model_identity(with_adapters(checkpoint, first, second), None),
+        model_identity(with_adapters(checkpoint, first, second), "r1"),
+        model_identity(args(checkpoint, uno_lora_path=first[1]), None),
+    ]
+    assert len({before, *others}) == 7
+    assert model_identity(with_adapters(checkpoint, first, enable_lora=False), None) == others[0], "not loaded at all"
+
+
+def test_an_adapter_that_cannot_be_read(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    for path in ("gone", "empty"):
+        gone = with_adapters(checkpoint, ("a", str(tmp_path / path)))
+        with pytest.raises(IdentityUnknown, match=rf"no adapter was found at .*{path}.* model_revision"):
+            model_identity(gone, None)
+        assert model_identity(gone, "r1") != model_identity(gone, "r2")
 
 
 def test_weights_that_nothing_names(tmp_path, monkeypatch):

@@ -67,6 +67,7 @@ class CacheRig:
 
     components: tuple[ComponentType, ...] = (ComponentType.FULL,)
     window_tokens: int | None = None
+    has_states = False
 
     def __init__(
         self,
@@ -157,16 +158,20 @@ class CacheRig:
         """Device slots of whole pages."""
         return self.allocator.alloc(count)
 
+    def _request_pool(self) -> Any:
+        return ReqToTokenPool(size=8, max_context_len=4096, device="cpu", enable_memory_saver=False)
+
     def _cache(self) -> UnifiedRadixCache:
         from sglang.srt.environ import envs
 
         self.cache_params = CacheInitParams(
-            req_to_token_pool=ReqToTokenPool(size=8, max_context_len=4096, device="cpu", enable_memory_saver=False),
+            req_to_token_pool=self._request_pool(),
             token_to_kv_pool_allocator=self.allocator,
             page_size=self.model.page_size,
             disable=False,
             sliding_window_size=self.window_tokens,
             tree_components=self.components,
+            enable_mamba_extra_buffer=self.has_states,
             is_eagle=self.model.is_eagle,
             tp_cache_group=self._tp_group,
         )
@@ -178,16 +183,22 @@ class CacheRig:
     # ---- what a test does
 
     def compute(self, tokens: Sequence[int], kv: np.ndarray, **scope: str | None) -> None:
-        """A prefill: device slots for the whole pages of `tokens`, their KV (`kv_of`), inserted into the tree.
+        """A prefill. Returns when the write policy's copies to host memory and the backup to storage are over."""
+        self.begin_compute(tokens, kv, **scope)
+        self.settle()
 
-        Returns when the write policy's copies to host memory and the backup to storage are over."""
+    def begin_compute(self, tokens: Sequence[int], kv: np.ndarray, **scope: str | None) -> None:
+        """Device slots for the whole pages of `tokens`, their KV (`kv_of`), inserted into the tree."""
         key = self._key(tokens, scope)
         count = len(key)
         slots = self._slots(count)
         assert slots is not None, "device pool full"
         self._rows_to_device(slots, kv[:count])
-        self.cache.insert(InsertParams(key=key, value=slots))
-        self.settle()
+        self.cache.insert(InsertParams(key=key, value=slots, mamba_value=self._state(tokens[:count])))
+
+    def _state(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """The slot of a model's recurrent state after `tokens`, if it has any."""
+        return None
 
     def settle(self) -> None:
         """Until nothing is being written or backed up."""
@@ -197,7 +208,7 @@ class CacheRig:
             cache.check_hicache_events()
             return not (cache.ongoing_write_through or cache.ongoing_backup)
 
-        self._until(is_over, "writes and backups")
+        self.until(is_over, "writes and backups")
 
     def forget(self) -> None:
         """What an engine restart does to L1 and L2 (`/flush_cache`): storage keeps what it has."""
@@ -211,8 +222,12 @@ class CacheRig:
     def match(self, tokens: Sequence[int], **scope: str | None) -> Any:
         return self.cache.match_prefix(MatchPrefixParams(key=self._key(tokens, scope)))
 
-    def fetch(self, tokens: Sequence[int], *, wait: bool = True, **scope: str | None) -> int:
+    def fetch(self, tokens: Sequence[int], **scope: str | None) -> int:
         """L3→L2, as the scheduler asks for a request in its queue: tokens now in host memory beyond what was there."""
+        return self.end_fetch(self.begin_fetch(tokens, **scope))
+
+    def begin_fetch(self, tokens: Sequence[int], **scope: str | None) -> CacheRequestHandle:
+        """A request in the scheduler's queue, whose pages storage is asked for."""
         found = self.match(tokens, **scope)
         known = found.device_prefix_len + found.host_hit_length
         handle = self._handle()
@@ -227,12 +242,17 @@ class CacheRig:
             list(tokens[:known]),
             **scope,
         )
+        return handle
+
+    def end_fetch(self, handle: CacheRequestHandle) -> int:
+        """Waits for it."""
+        cache = self.cache
 
         def is_over() -> bool:
             cache.check_hicache_events()
             return cache.check_prefetch_progress(handle)
 
-        self._until(is_over, "a prefetch")
+        self.until(is_over, "a prefetch")
         loaded = cache.pop_prefetch_loaded_tokens(handle)
         cache.check_hicache_events()
         return loaded
@@ -247,7 +267,7 @@ class CacheRig:
                 last_node=found.last_device_node,
                 swa_host_hit_length=found.swa_host_hit_length,
                 mamba_host_hit_length=found.mamba_host_hit_length,
-                kv=SimpleNamespace(mamba_pool_idx=None),
+                kv=SimpleNamespace(mamba_pool_idx=None, holds_mamba=False),
             )
             cache.init_load_back(
                 InitLoadBackParams(
@@ -255,8 +275,12 @@ class CacheRig:
                 )
             )
             cache.ready_to_load_host_cache()
-            self._until(lambda: cache.check_hicache_events() or not cache.ongoing_load_back, "a load back")
+            self.until(lambda: cache.check_hicache_events() or not cache.ongoing_load_back, "a load back")
+            self._loaded(request)
         return self.match(tokens, **scope).device_prefix_len
+
+    def _loaded(self, request: Any) -> None:
+        """What was loaded for a request is there."""
 
     def on_device(self, tokens: Sequence[int], **scope: str | None) -> np.ndarray:
         """The KV of the prefix of `tokens` that is on the device, in the form of `kv_of`."""
@@ -267,6 +291,13 @@ class CacheRig:
     def lose_page(self, tokens: Sequence[int], index: int) -> None:
         """Storage loses this rank's page `index` of `tokens`."""
         self.storage_loses(self.page_hashes(tokens)[index])
+
+    def pool_loses(self, pool: str, hashes: Sequence[str]) -> None:
+        """Our storage loses pages of one pool alone."""
+        core = self.controller.storage_backend._core
+        store = core._pools.pool(pool)
+        assert store is not None
+        assert store.delete(hashes, core.gate.deadline("delete")).any()
 
     def page_hashes(self, tokens: Sequence[int]) -> list[str]:
         """SGLang's, of the whole pages of `tokens`."""
@@ -313,7 +344,7 @@ class CacheRig:
         self._requests += 1
         return CacheRequestHandle(f"request-{self._requests}", 0)
 
-    def _until(self, is_over: Callable[[], Any], what: str) -> None:
+    def until(self, is_over: Callable[[], Any], what: str) -> None:
         """Turns the event loop as the scheduler does until something is so; a hang time-out, not an expectation."""
         deadline_s = time.monotonic() + HANG_S
         while not is_over():

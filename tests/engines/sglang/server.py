@@ -91,12 +91,13 @@ class Server(ServingProcess):
 
     def attach(self, storage: Storage) -> None:
         """At runtime; SGLang wants no request to be under way."""
-        body = {
-            "hicache_storage_backend": storage.backend,
-            "hicache_storage_backend_extra_config_json": storage.extra_json(),
-            "hicache_storage_prefetch_policy": "wait_complete",
-        }
-        self._when_idle("PUT", "/hicache/storage-backend", json=body)
+        self._when_idle("PUT", "/hicache/storage-backend", json=_attach_body(storage))
+
+    def refuses(self, storage: Storage) -> None:
+        """An attach that must not succeed."""
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        response = self.client.request("PUT", "/hicache/storage-backend", headers=headers, json=_attach_body(storage))
+        assert response.status_code == 400, response.text
 
     def detach(self) -> None:
         """At runtime. When it returns, everything computed so far is stored."""
@@ -131,6 +132,14 @@ class Server(ServingProcess):
 
     def _launcher(self) -> psutil.Process:
         return psutil.Process(self.process.pid)
+
+
+def _attach_body(storage: Storage) -> dict[str, Any]:
+    return {
+        "hicache_storage_backend": storage.backend,
+        "hicache_storage_backend_extra_config_json": storage.extra_json(),
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
 
 
 def prompt(seed: int, tokens: int = 2000, vocabulary: int = 1000) -> list[int]:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.runtime_context import get_context
 
 from tests.engines.sglang import media
 from tests.engines.sglang.processes import Daemon
-from tests.engines.sglang.rig import CacheRig, Model, kv_of
+from tests.engines.sglang.rig import CacheRig, Model, Storage, kv_of
 from tests.engines.sglang.tiny_qwen3 import write_model
 
 TOKENS = list(range(1000, 1128))
@@ -99,3 +101,44 @@ def test_checkpoints_tell_models_apart_that_are_served_under_one_name(shared_dae
         assert rig.fetch(TOKENS) == 128, "the same weights in another folder are the same model"
     with _rig(first, shared_daemon, "another name") as rig:
         assert rig.fetch(TOKENS) == 128, "a name is not an identity"
+
+
+def _attach(rig: CacheRig, daemon: Daemon) -> None:
+    storage = media.ours(daemon.address, model_revision=None)
+    assert rig.cache.attach_storage_backend(storage.backend, storage.extra_json(), "model")[0]
+
+
+def test_weights_that_were_loaded_from_elsewhere_meanwhile_are_another_model(
+    shared_daemon: Daemon, tmp_path: Path
+) -> None:
+    """What `/update_weights_from_disk` says to SGLang's runtime configuration, between a detach and an attach."""
+    first, second = (write_model(tmp_path / name, seed) for name, seed in (("a", 3), ("b", 4)))
+    with _rig(first, shared_daemon, "model") as rig:
+        rig.compute(TOKENS, kv_of(MODEL, TOKENS))
+        assert rig.cache.detach_storage_backend()[0]
+        get_context().override("tests", model_path=str(second), load_format="auto")
+        rig.forget()
+        _attach(rig, shared_daemon)
+        assert rig.fetch(TOKENS) == 0
+        rig.compute(TOKENS, kv_of(MODEL, TOKENS, identity="b"))
+    with _rig(second, shared_daemon, "model") as rig:
+        assert rig.fetch(TOKENS) == 128, "it has stored as the model that it serves"
+        rig.load(TOKENS)
+        assert np.array_equal(rig.on_device(TOKENS), kv_of(MODEL, TOKENS, identity="b"))
+
+
+def test_an_adapter_that_was_trained_on_in_its_folder_is_another(shared_daemon: Daemon, tmp_path: Path) -> None:
+    """SGLang's keys name adapters of the launch line by name and path."""
+    model, folder = write_model(tmp_path / "model", 5), tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    named = LoRARef(lora_id=LoRARef.deterministic_id("a", str(folder)), lora_name="a", lora_path=str(folder))
+    found = []
+    for content in (b"first", b"second", b"first"):
+        (folder / "adapter_model.safetensors").write_bytes(content)
+        with CacheRig(MODEL, Storage(), model_path=str(model)) as rig:
+            get_context().override("tests", enable_lora=True, lora_paths=[named])
+            _attach(rig, shared_daemon)
+            found.append(rig.fetch(TOKENS, extra_key=named.lora_id))
+            rig.compute(TOKENS, kv_of(MODEL, TOKENS), extra_key=named.lora_id)
+    assert found == [0, 0, 128]

@@ -48,7 +48,7 @@ class LinkerRig(CacheRig):
             self.cache.check_hicache_events()
             return not self.cache.linker.pending_offloads
 
-        self._until(is_over, "offloads")
+        self.until(is_over, "offloads")
 
     def look(self, rid: str, tokens: Sequence[int]) -> Any:
         """A request in the scheduler's queue, matched."""

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,17 +17,28 @@ RANKS = 2
 LEAST_AND_MOST = {
     "whole": (128, 128),
     "page_missing": (80, 80),
-    "unequal_space": (16, 112),
+    "pages_lost": (16, 112),
+    "no_room": (0, 0),
+    "some_room": (48, 48),
+    "lost_after_the_query": (80, 80),
+    "different_states": (32, 32),
     "one_without_storage": (0, 0),
 }
 """Tokens that both ranks fetch, by scenario."""
+REFUSED = {"no_room": 8, "some_room": 5}
+"""Pages that the node of rank 1 had no room for; SGLang takes the whole batch for one that was not stored."""
 
 
 @pytest.fixture(scope="module")
-def told(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, int]]]:
+def told(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, dict[str, int]]]]:
     """What each rank says about each scenario of `rank.py`; both play them all, one after the other."""
     meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    command = [sys.executable, "-m", "tests.engines.sglang.rank", shared_daemon.address, str(meeting)]
+    with Daemon() as other:
+        yield _play([shared_daemon.address, other.address, str(meeting)])
+
+
+def _play(arguments: list[str]) -> list[dict[str, dict[str, int]]]:
+    command = [sys.executable, "-m", "tests.engines.sglang.rank", *arguments]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), *LEAST_AND_MOST],
@@ -58,3 +70,4 @@ def test_ranks_agree_and_each_has_its_own_bytes(scenario: str, told: list[dict[s
     assert first["wrong_rows"] == second["wrong_rows"] == 0
     least, most = LEAST_AND_MOST[scenario]
     assert least <= first["fetched"] <= most
+    assert (first["refused"], second["refused"]) == (0, REFUSED.get(scenario, 0))

@@ -51,6 +51,77 @@ def test_every_byte_comes_back_from_storage(kind: str, layout: str, core: str, s
 
 
 @pytest.mark.parametrize(("kind", "layout"), SHAPES)
+def test_every_byte_comes_back_by_way_of_flat_pages(
+    kind: str, layout: str, shared_daemon: Daemon, request: pytest.FixtureRequest
+) -> None:
+    """Without `interface_v1` SGLang itself makes flat tensors of pages, and pages of them."""
+    storage = media.ours(shared_daemon.address, model_revision=request.node.nodeid, interface_v1=0)
+    model = Model(kind, layout)
+    kv = kv_of(model, TOKENS)
+    with CacheRig(model, storage) as rig:
+        rig.compute(TOKENS, kv)
+        rig.forget()
+        assert rig.fetch(TOKENS) == 96
+        rig.load(TOKENS)
+        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
+        rig.lose_page(TOKENS, 2)
+        rig.forget()
+        assert rig.fetch(TOKENS) == 32
+
+
+@pytest.mark.parametrize("is_v1", [1, 0])
+def test_ranks_of_another_number_have_their_heads_or_nothing(
+    is_v1: int, shared_daemon: Daemon, request: pytest.FixtureRequest
+) -> None:
+    """`tp_lcm_size`: pages of one rank cut by heads are those of two ranks. Flat pages cannot be cut."""
+    model = Model(layout="page_head", heads=2)
+    kv = kv_of(model, TOKENS)
+    storage = media.ours(shared_daemon.address, model_revision=request.node.nodeid, tp_lcm_size=2, interface_v1=is_v1)
+    with CacheRig(model, storage) as rig:
+        rig.compute(TOKENS, kv)
+        rig.forget()
+        assert rig.fetch(TOKENS) == 96
+        rig.load(TOKENS)
+        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
+    head_bytes = kv.shape[-1] // 2
+    for rank in range(2):
+        with CacheRig(replace(model, heads=1), storage, ranks=2, rank=rank) as rig:
+            assert rig.fetch(TOKENS) == (96 if is_v1 else 0)
+            rig.load(TOKENS)
+            heads = slice(rank * head_bytes, (rank + 1) * head_bytes)
+            assert np.array_equal(rig.on_device(TOKENS), kv[: 96 if is_v1 else 0, :, :, heads])
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 95, 96, 97])
+def test_prompts_of_every_length_around_whole_pages(length: int, storage: Storage) -> None:
+    model = Model()
+    tokens, whole = TOKENS[:length], length // 16 * 16
+    kv = kv_of(model, tokens)
+    with CacheRig(model, storage) as rig:
+        if whole:
+            rig.compute(tokens, kv)
+        rig.forget()
+        assert rig.fetch(tokens) == whole
+        rig.load(tokens)
+        assert np.array_equal(rig.on_device(tokens), kv[:whole])
+
+
+def test_thirty_two_requests_at_once_with_a_prefix_in_common(storage: Storage) -> None:
+    model = Model(layers=2)
+    prompts = [[*TOKENS[:64], *range(first, first + 32)] for first in range(5000, 5000 + 32 * 100, 100)]
+    with CacheRig(model, storage, device_pages=128, host_pages=512) as rig:
+        for tokens in prompts:
+            rig.compute(tokens, kv_of(model, tokens))
+        rig.forget()
+        for handle in [rig.begin_fetch(tokens) for tokens in prompts]:
+            rig.end_fetch(handle)
+        for tokens in prompts:
+            assert rig.load(tokens) == 96
+            assert np.array_equal(rig.on_device(tokens), kv_of(model, tokens))
+        rig.check()
+
+
+@pytest.mark.parametrize(("kind", "layout"), SHAPES)
 def test_host_memory_serves_what_left_the_device(kind: str, layout: str, storage: Storage) -> None:
     model = Model(kind, layout)
     kv = kv_of(model, TOKENS)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.engines.sglang import media
+from tests.engines.sglang.plugin.sglang_on_cpu import REPORT
 from tests.engines.sglang.processes import COMMAND, HANG_S, Daemon
 from tests.engines.sglang.server import Answer, Server, prompt
 from tests.engines.sglang.tiny_qwen3 import write_model
@@ -26,8 +27,13 @@ OURS, FILES, FILLERS = prompt(1), prompt(2), (prompt(3), prompt(4), prompt(5))
 
 @dataclass
 class Story:
+    """`log`: what both servers printed while all went well; `refused`: while the second one was asked for nonsense;
+    `metrics`: of the second one, before it was asked for more than its own."""
+
     answers: dict[str, Answer] = field(default_factory=dict)
-    log: str = ""
+    log: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    metrics: str = ""
 
 
 def launch_flags(daemon: Daemon) -> list[str]:
@@ -60,9 +66,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             answers["file: cold"] = first.ask(FILES)
             first.detach()
             first.kill()
-        with Server(model, ours) as second:
+        with Server(model, [*ours, "--enable-metrics"]) as second:
             second.ask(FILLERS[0])  # what a process does once only
             answers["storage"] = second.ask(OURS)
+            story.metrics = second.client.get("/metrics/").text
             second.detach()
             second.attach(files)
             answers["file: storage"] = second.ask(FILES)
@@ -70,7 +77,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             second.flush()
             second.attach(media.attached(ours, module_path="tampered_storage", class_name="Scaled"))
             answers["control"] = second.ask(OURS)
-        story.log = "".join(first.output + second.output)
+            second.detach()
+            story.log = first.output + second.output
+            second.refuses(media.attached(ours, adress="auto"))
+            story.refused = second.output[len(story.log) - len(first.output) :]
     for name, answer in answers.items():
         print(f"{name:20} {answer.first_s * 1e3:8.0f} ms to the first token, {answer}")
     return story
@@ -102,12 +112,34 @@ def test_the_control_shows_that_wrong_kv_changes_the_answer(story: Story) -> Non
     assert story.answers["control"].tokens != story.answers["cold"].tokens
 
 
-def test_no_error_of_the_storage_was_reported(story: Story) -> None:
-    """SGLang logs what a storage raises, and goes on without it."""
-    reports = (
-        "engine_plugin/",
-        "HiCache storage query failed",
-        "HiCache prefetch transfer failed",
-        "HiCache backup failed",
+def test_outcomes_of_pages_are_among_the_engines_metrics(story: Story) -> None:
+    samples = [line for line in story.metrics.splitlines() if line.startswith("sglang:cachesvc_pages_total{")]
+    ok = {
+        verb: sum(float(line.split()[-1]) for line in samples if f'verb="{verb}"' in line and 'outcome="ok"' in line)
+        for verb in ("exists", "get", "put")
+    }
+    assert ok["get"] == PAGES // 64
+    assert ok["exists"] >= PAGES // 64
+    assert any('outcome="timeout"' in line and line.endswith(" 0.0") for line in samples), (
+        "series are there from the start"
     )
-    assert not [line for line in story.log.splitlines() if any(report in line for report in reports)]
+
+
+def _reported(log: list[str]) -> list[str]:
+    return [line for line in log if REPORT in line]
+
+
+def test_nothing_was_reported_that_has_to_do_with_a_storage(story: Story) -> None:
+    """Warnings and errors of ours, and SGLang's of its cache; besides, errors of anything at all. SGLang logs what a
+    storage raises, and goes on without it."""
+    wrong = [
+        line
+        for line in _reported(story.log)
+        if f"{REPORT}WARNING sglang" not in line or "mem_cache" in line or "cache_controller" in line
+    ]
+    assert not wrong
+    assert not [line for line in story.log if "Traceback (most recent call last)" in line]
+
+
+def test_the_control_shows_that_it_would_have_been_reported(story: Story) -> None:
+    assert [line for line in _reported(story.refused) if "ERROR sglang.srt.mem_cache" in line and "adress" in line]

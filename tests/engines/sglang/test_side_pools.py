@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from tests.engines.sglang import media
 from tests.engines.sglang.processes import Daemon
-from tests.engines.sglang.rig import Model, Storage, kv_of
+from tests.engines.sglang.rig import CacheRig, Model, Storage, kv_of
 from tests.engines.sglang.swa_rig import SwaRig
 
 MODEL = Model(layers=4)
@@ -36,11 +37,7 @@ def _check_device(rig: SwaRig, num_tokens: int) -> None:
 
 def _lose_window_pages(rig: SwaRig, pages: slice) -> None:
     """Storage loses pages of the window pool alone."""
-    core = rig.controller.storage_backend._core
-    store = core._pools.pool(SWA)
-    assert store is not None
-    hashes = rig.page_hashes(TOKENS)[pages]
-    assert store.delete(hashes, core.gate.deadline("delete")).any()
+    rig.pool_loses(SWA, rig.page_hashes(TOKENS)[pages])
 
 
 @pytest.mark.parametrize("core", ["rust", "python"])
@@ -81,3 +78,31 @@ def test_a_prefix_ends_where_its_window_is_whole(storage: Storage) -> None:
         assert rig.fetch(TOKENS) == 80
         assert rig.load(TOKENS) == 80
         _check_device(rig, 80)
+
+
+def test_heads_of_their_own_beside_replicated_kv_are_refused(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang lets the first rank of such a model store, and no other: nobody would store the heads of the others."""
+    with CacheRig(Model(), Storage()) as draft, CacheRig(Model("mla"), storage, ranks=2) as rig:
+        backend = rig.controller.storage_backend
+        backend.register_mem_host_pool_v2(draft.host, "draft")
+        assert "host pool 'draft' is not kept" in caplog.text
+        assert "SGLang lets the first one alone store them" in caplog.text
+        need = PoolTransfer(PoolName.DRAFT)
+        rig.compute(TOKENS, kv_of(rig.model, TOKENS))
+        hashes = rig.page_hashes(TOKENS)
+        assert backend.batch_exists(hashes) == 6
+        assert backend.batch_exists_v2(hashes, [need]).kv_hit_pages == 0, "nothing is restored in part"
+
+
+def test_a_pool_of_an_unknown_kind_is_not_kept_and_the_attach_stands(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang cannot take an attach back when a pool beside the anchor is registered."""
+    with CacheRig(Model(), storage) as rig:
+        rig.controller.storage_backend.register_mem_host_pool_v2(object(), "auxiliary_swa")
+        assert "host pool 'auxiliary_swa' is not kept" in caplog.text
+        rig.compute(TOKENS, kv_of(rig.model, TOKENS))
+        rig.forget()
+        assert rig.fetch(TOKENS) == 96

@@ -13,6 +13,8 @@ the entry point beside this file, as any plug-in of SGLang is found; no file of 
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +130,65 @@ def mla_load(
     self.device_kv_buffers[layer_id][device_indices] = rows[at]
 
 
+def state_backup(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str = "") -> None:
+    """`MambaPoolHost.backup_from_device_all_layer` without a kernel: host rows are slot, layer, 1, state."""
+    del device_pool, io_backend
+    for host, layers in _states(self):
+        for layer, device in enumerate(layers):
+            host[host_indices, layer, 0] = device[device_indices]
+    self._transfer_slot_states(host_indices, device_indices, to_device=False)
+
+
+def state_load(
+    self: Any,
+    device_pool: Any,
+    host_indices: Any,
+    device_indices: Any,
+    layer_id: int,
+    io_backend: str = "",
+    *,
+    is_draft: bool = False,
+) -> None:
+    """`MambaPoolHost.load_to_device_per_layer` without a kernel."""
+    del device_pool, io_backend, is_draft
+    if layer_id == 0:
+        self._transfer_slot_states(host_indices, device_indices, to_device=True)
+    for host, layers in _states(self):
+        layers[layer_id][device_indices] = host[host_indices, layer_id, 0]
+
+
+def _states(pool: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """(host buffer, device layers) of each kind of state."""
+    kinds = [(pool.temporal_buffer, pool.temporal_device_layers)]
+    return [*kinds, *zip(pool.conv_buffer, pool.conv_device_layers, strict=True)]
+
+
+def indexer_backup(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str) -> None:
+    """`DSAIndexerPoolHost.backup_from_device_all_layer` without a kernel."""
+    del device_pool, io_backend
+    host, device = self._get_indexer_page_indices(host_indices, device_indices)
+    for layer, buffer in enumerate(self.packed_device_index_buffers):
+        rows_of_layer(self.index_k_with_scale_buffer, self.layout, layer).flatten(1)[host] = buffer[device]
+
+
+def indexer_load(
+    self: Any,
+    device_pool: Any,
+    host_indices: Any,
+    device_indices: Any,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    """`DSAIndexerPoolHost.load_to_device_per_layer` without a kernel, of a model without a draft."""
+    del io_backend
+    assert not is_draft
+    host, device = self._get_indexer_page_indices(host_indices, device_indices)
+    rows = rows_of_layer(self.index_k_with_scale_buffer, self.layout, self._host_layer_index(layer_id))
+    device_pool.index_k_with_scale_buffer[layer_id][device] = rows.flatten(1)[host]
+
+
 def not_registered(*_: Any) -> None:
     """`_cuda_host_register`: there is no driver to tell."""
 
@@ -137,6 +198,10 @@ REPLACED: dict[str, Callable[..., Any]] = {
     f"{POOLS}.mha.MHATokenToKVPoolHost.load_to_device_per_layer": mha_load,
     f"{POOLS}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer": mla_backup,
     f"{POOLS}.mla.MLATokenToKVPoolHost.load_to_device_per_layer": mla_load,
+    f"{POOLS}.mamba.MambaPoolHost.backup_from_device_all_layer": state_backup,
+    f"{POOLS}.mamba.MambaPoolHost.load_to_device_per_layer": state_load,
+    f"{POOLS}.dsa.DSAIndexerPoolHost.backup_from_device_all_layer": indexer_backup,
+    f"{POOLS}.dsa.DSAIndexerPoolHost.load_to_device_per_layer": indexer_load,
     f"{POOLS}.common._cuda_host_register": not_registered,
 }
 
@@ -183,11 +248,31 @@ def attend_new_rows(
 ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
 
 
+REPORT = "REPORTED "
+WATCHED = ("cachesvc", "engine_plugin", "sglang", "storage_backends")
+
+
+class Reports(logging.Handler):
+    """Prints warnings and errors a second time, with level and logger, which SGLang's own format leaves out."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.getMessage().replace("\n", " ")
+        print(f"{REPORT}{record.levelname} {record.name}: {said}", file=sys.stderr, flush=True)
+
+
+def watch_logs() -> None:
+    """At the loggers themselves: SGLang replaces what the root logger has."""
+    reports = Reports(logging.WARNING)
+    for name in WATCHED:
+        logging.getLogger(name).addHandler(reports)
+
+
 def plugin() -> None:
     """The entry point: runs in every process of a server."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     patch_torch()
+    watch_logs()
     for target, replacement in {**REPLACED, ATTENTION: attend_new_rows}.items():
         HookRegistry.register(target, replacement, HookType.REPLACE)
     for pool in ("mha.MHATokenToKVPoolHost", "mla.MLATokenToKVPoolHost"):

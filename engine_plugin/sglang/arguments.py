@@ -1,0 +1,29 @@
+"""SGLang's arguments as they are in effect, not as they were typed: defaults resolved, and the model whose weights were
+loaded last (`/update_weights_from_disk`)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_spec
+
+MODEL = (
+    *("model_path", "revision", "download_dir", "load_format", "dtype", "quantization", "quantization_param_path"),
+    *("kv_cache_dtype", "json_model_override_args", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
+)
+SPECULATIVE = (
+    *("speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision"),
+    *("speculative_draft_model_quantization", "uno_lora_path"),
+)
+LORA = ("enable_lora", "lora_paths")
+
+
+def arguments_in_effect() -> SimpleNamespace:
+    """Those that `identity.model_identity` looks at, by their names."""
+    groups = (
+        (get_model(), MODEL),
+        (get_spec(), SPECULATIVE),
+        (get_lora(), LORA),
+        (get_exec().dllm, ("dllm_algorithm",)),
+    )
+    return SimpleNamespace(**{name: getattr(group, name) for group, names in groups for name in names})
