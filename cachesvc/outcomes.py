@@ -202,6 +202,7 @@ class PageDrop(StrEnum):
     BACKUP_FAILED = "backup_failed"  # the node could not store it; it counts why
     LOAD_FAILED = "load_failed"  # its host copy could not be loaded and is no longer trusted
     PARENT_LOST = "parent_lost"  # the page before it left the host, or never got there, while it was being copied
+    SCOPE_CHANGED = "scope_changed"  # its request came before a reset, or before the files of its adapter changed
 
 
 class Bypass(StrEnum):

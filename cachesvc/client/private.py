@@ -162,16 +162,25 @@ class _Child:
     """One process, from its start to its end."""
 
     def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair()
+        """PrivateNodeFailed: there can be no more processes, or descriptors."""
+        try:
+            self.socket, theirs = socket.socketpair()
+        except OSError as error:
+            raise PrivateNodeFailed(f"the engine's own node cannot be started: {error}") from error
         with theirs:
-            self.process = subprocess.Popen(
-                # -P: the engine's working directory is no place to import from
-                [sys.executable, "-P", "-m", "cachesvc.daemon.private", str(os.getpid())],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # the code we run ourselves
-                start_new_session=True,  # a Ctrl-C in the terminal is the engine's to answer
-            )
+            try:
+                self.process = subprocess.Popen(
+                    # -P: the engine's working directory is no place to import from
+                    [sys.executable, "-P", "-m", "cachesvc.daemon.private", str(os.getpid())],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    # the code we run ourselves
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    start_new_session=True,  # a Ctrl-C in the terminal is the engine's to answer
+                )
+            except OSError as error:
+                self.socket.close()
+                raise PrivateNodeFailed(f"the engine's own node cannot be started: {error}") from error
 
     def start(self, settings: bytes) -> list[TierDescription]:
         """Sends the settings and waits for the answer. PrivateNodeFailed."""

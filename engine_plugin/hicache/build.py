@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -61,24 +62,23 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
     attachment = attach_if_useful(link, request)
     if attachment is None:
         return _device_only(config, pool, identity)
-    try:
-        transfer = RegionTransfer(pool.layout(), pool, attachment.region)
-    except BaseException:
-        link.close()
-        raise
-    rule = WRITE_RULES[config.write_policy]
-    tree = RadixTree(
-        config.page_size, attachment.namespace, write_threshold=rule.threshold, write_back=not rule.on_insert
-    )
-    lower = LowerTiers(
-        link.client,
-        config.num_host_frames,
-        transfer,
-        close=link.close,
-        kept=attachment.region.records() if attachment.has_pages else None,
-        description=[_describe_host(config, attachment.region.stride_bytes), *link.describe()],
-    )
-    return HybridCacheController(tree, pool.num_pages, config, lower, clock)
+    region, rule = attachment.region, WRITE_RULES[config.write_policy]
+    with contextlib.ExitStack() as opened:
+        opened.callback(link.close)
+        tree = RadixTree(
+            config.page_size, attachment.namespace, write_threshold=rule.threshold, write_back=not rule.on_insert
+        )
+        lower = LowerTiers(
+            link.client,
+            config.num_host_frames,
+            RegionTransfer(pool.layout(), pool, region),
+            close=link.close,
+            kept=region.records() if attachment.has_pages else None,
+            description=[_describe_host(config, region.stride_bytes), *link.describe()],
+        )
+        cache = HybridCacheController(tree, pool.num_pages, config, lower, clock)
+        opened.pop_all()
+        return cache
 
 
 def _describe_host(config: CacheConfig, stride_bytes: int) -> str:

@@ -132,7 +132,11 @@ class PrivateLink(NodeLink):
             self._node = PrivateNode.started(config.storage_backend, config.storage_config)
         except PrivateNodeFailed as error:
             raise LinkFailed(str(error)) from error
-        self.client = ChannelClient(self._node.dial)
+        try:
+            self.client = ChannelClient(self._node.dial)
+        except OSError:  # no more descriptors
+            self._node.close()
+            raise
 
     def attach(self, request: AttachRequest) -> Attachment:
         """LinkFailed: there is a tier that could never take a page."""

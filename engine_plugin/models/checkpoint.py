@@ -157,7 +157,9 @@ def _adapter_files(folder: Path) -> list[Path]:
 
 
 def _state(files: list[Path]) -> object:
-    return [(file.name, status.st_ino, status.st_size, status.st_mtime_ns) for file in files if (status := file.stat())]
+    """What differs once a file was replaced or written to. A new one may have the old one's size, and its times."""
+    states = [(file.name, file.stat()) for file in files]
+    return [(name, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in states]
 
 
 def _content_digest(files: list[Path]) -> bytes:

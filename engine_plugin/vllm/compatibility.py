@@ -147,6 +147,7 @@ CALLED: Sequence[Hook] = (
     Method(POOL, "get_cached_block", ("block_hash", "kv_cache_group_ids")),
     Method(POOL, "touch", ("blocks",)),
     Method(POOL, "unpin_blocks", ("blocks", "on_reuse")),
+    Fields("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_id",)),
     Method("vllm.v1.core.kv_cache_manager:KVCacheManager", "get_block_ids", ("request_id",)),
     Method("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "get_block_ids"),
     Method("vllm.v1.request:Request", "num_tokens"),

@@ -45,7 +45,11 @@ class ThreadedWatch(IdleWatch):
         self._grace_ms = grace_s * 1000
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._watch, name="cachesvc-idle", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads
+            os.close(self._end)
+            raise
 
     def close(self) -> None:
         """Waits for a call of `take_in` that is under way."""

@@ -3,7 +3,10 @@
 DESIGN. The scheduler half has the region from its node, and each rank maps the same memory. The scheduler half listens
 on a Unix socket; a rank connects, names the region by its id and is sent the two descriptors:
 
-    rank: connect ──> region id (16 bytes) ──> scheduler half: checks user and id ──> data fd, directory fd ──> closed
+    rank            connect, region id (16 bytes) ──>  checks user and id            scheduler half
+                                                  <──  data fd, directory fd
+                    maps, holds                   ──>
+                                                  <──  it lives
 
 The socket's name is in the abstract namespace, so that an engine which is killed leaves nothing behind in the file
 system and no path is too long or on a file system without sockets. Who may have the memory does not rest on the name,
@@ -12,7 +15,8 @@ half to half in vLLM's own messages. Opening the descriptors by way of /proc, or
 trace the other process, which containers take away.
 
 A rank holds the region as the engine does (`Region.hold`): a node must not take the frames back while a rank can still
-write them, even if the scheduler half's process is dead already.
+write them, even if the scheduler half's process is dead already. Between the descriptors and the hold that half may
+die, and its region get another manager; so the rank uses it only when that half, which holds it too, answers once more.
 
     RegionUnavailable (ConnectionError)   a rank did not get the region
 """
@@ -60,11 +64,15 @@ class RegionServer:
         self._region = region
         self.socket_path = f"\0cachesvc-vllm-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._listener.bind(self.socket_path)
-        self._listener.listen(128)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="cachesvc-region", daemon=True)
-        self._thread.start()
+        try:
+            self._listener.bind(self.socket_path)
+            self._listener.listen(128)
+            self._thread.start()
+        except (OSError, RuntimeError):  # no more threads
+            self._listener.close()
+            raise
 
     def close(self) -> None:
         """Ranks that ask from now on are refused. Bounded, idempotent."""
@@ -92,6 +100,8 @@ class RegionServer:
         if not hmac.compare_digest(_receive(connection, ID_BYTES), self._region.region_id):
             raise RegionUnavailable("it asked for another one")
         socket.send_fds(connection, [b"+"], [self._region.data_fd, self._region.directory_fd])
+        _receive(connection, 1)
+        connection.sendall(b"+")
 
 
 def fetch_region(address: RegionAddress, timeout_s: float = EXCHANGE_S) -> Region:
@@ -104,13 +114,9 @@ def fetch_region(address: RegionAddress, timeout_s: float = EXCHANGE_S) -> Regio
             _check_peer(connection)
             connection.sendall(address.region_id)
             answer, fds, _, _ = socket.recv_fds(connection, 1, 2)
-        if answer != b"+" or len(fds) != 2:
-            raise RegionUnavailable("the scheduler half refused")
-        region = Region.open(*fds)
-        if region.region_id != address.region_id:
-            raise RegionUnavailable("it is another region")
-        region.hold(Side.ENGINE)
-        return region
+            if answer != b"+" or len(fds) != 2:
+                raise RegionUnavailable("the scheduler half refused")
+            return _held(Region.open(*fds), address.region_id, connection)
     except (OSError, RegionInvalid) as error:
         raise RegionUnavailable(f"the region's memory could not be had: {error}") from error
     finally:
@@ -159,6 +165,20 @@ class SharedRegion(Generic[T]):
         """Let go of the region. Idempotent."""
         with self._lock:
             self._current = None
+
+
+def _held(region: Region, region_id: bytes, connection: socket.socket) -> Region:
+    """`region`, once it is held with its manager alive; closed otherwise. RegionUnavailable, OSError."""
+    try:
+        if region.region_id != region_id:
+            raise RegionUnavailable("it is another region")
+        region.hold(Side.ENGINE)
+        connection.sendall(b"+")
+        _receive(connection, 1)
+    except BaseException:
+        region.close()
+        raise
+    return region
 
 
 def _check_peer(connection: socket.socket) -> None:

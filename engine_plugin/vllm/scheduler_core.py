@@ -47,7 +47,7 @@ from engine_plugin.vllm.loads import Loads
 from engine_plugin.vllm.metadata import LoadOp, StepResults, StepWork, Tally
 from engine_plugin.vllm.requests import WORDS, EngineRequest, Tracked
 from engine_plugin.vllm.reuse import Recurrence
-from engine_plugin.vllm.stores import Stores, Storing, Watch
+from engine_plugin.vllm.stores import ScopeOf, Stores, Storing, Watch
 
 STORE_PATIENCE_S = 1.0
 """How long a request waits for pages that are on their way to the host; a copy takes milliseconds."""
@@ -57,13 +57,15 @@ EVERY_PAGE = 2**31 - 1
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
     """`config.page_size` is in tokens: those of one block. `scheme`: how the engine hashes its blocks. `num_ranks`:
-    workers that each copy their part of every page. `watch`: see `stores.Watch`. `wants_news`: somebody follows what
-    comes to the host and goes from it."""
+    workers that each copy their part of every page. `watch`: see `stores.Watch`. `scope_of`: 32 bytes that a request's
+    pages are shared in now, or why there is nothing that is safe. `wants_news`: somebody follows what comes to the host
+    and goes from it."""
 
     config: CacheConfig
     scheme: str
     num_ranks: int
     watch: Watch
+    scope_of: ScopeOf
     wants_news: bool = False
 
 
@@ -84,6 +86,7 @@ class SchedulerCore:
         self._client = SteadyClient(client, self.counts)
         self._clock = clock
         self._watch = settings.watch
+        self._scope_of = settings.scope_of
         self._page_tokens = config.page_size
         self._page_bytes = attachment.region.frame_bytes
         self._load_threshold_tokens = config.load_back_threshold_tokens
@@ -130,14 +133,20 @@ class SchedulerCore:
         )
 
     def _copies(self, region: Region, wall_s: Callable[[], float]) -> tuple[Stores, Loads]:
-        stores = Stores(self._tree, self._frames, region, self.counts, wall_s, self._match, self._attached)
+        stores = Stores(
+            self._tree, self._frames, region, self.counts, wall_s, self._match, self._scope_of, self._attached
+        )
         return stores, Loads(self._tree, region, self.counts, wall_s)
 
     # ---- the life of a request
 
-    def open(self, request: EngineRequest, scope: bytes, num_device_pages: int) -> None:
+    def open(self, request: EngineRequest, num_device_pages: int) -> None:
         """A request arrived, of which the engine's own cache has `num_device_pages`. Asks storage for what is missing,
-        if that is worth it."""
+        if that is worth it. One without a scope is counted, and nothing is kept of it."""
+        scope = self._scope_of(request)
+        if isinstance(scope, Bypass):
+            self.counts.bypassed.inc(1, scope)
+            return
         tracked = Tracked(request, scope, num_reused=EVERY_PAGE)
         self._tracked[request.request_id] = tracked
         if self._recurrence is not None:
@@ -186,6 +195,8 @@ class SchedulerCore:
         if tracked.lookup is not None:
             brought_begin, brought_end = self._prefetch.settle(tracked.lookup)
         if num_external_pages:
+            if self._scope_of(tracked.request) != tracked.scope:  # a promise that was not kept is a load that fails
+                self._loads.drop(tracked)
             self._loads.begin(next(self._ops), tracked, blocks, num_device_pages, num_external_pages)
         else:
             self._loads.drop(tracked)
@@ -231,6 +242,7 @@ class SchedulerCore:
         """What the workers have to do in this step, in which each request of `scheduled` computes so many tokens."""
         self.poll()
         self._prefetch.poll()
+        settle = self._stores.to_settle()
         if scheduled:
             self._rate.began(self._clock.now())
             self._prefill_tokens = sum(scheduled.values()) - len(scheduled)
@@ -240,7 +252,7 @@ class SchedulerCore:
                 num_ready = (tracked.request.num_computed_tokens + num_tokens) // self._page_tokens
                 if num_ready > tracked.num_offered:
                     self._offer(tracked, num_ready, blocks_of)
-        return StepWork(None, self._loads.begun(), self._stores.begun(), self._stores.to_settle())
+        return StepWork(None, self._loads.begun(), self._stores.begun(), settle)
 
     def step_over(self) -> None:
         """The forward of the last step has ended."""
@@ -274,10 +286,6 @@ class SchedulerCore:
         """Loads that were begun and that no step has handed over."""
         return self._loads.begun()
 
-    def bypass(self, reason: Bypass) -> None:
-        """A request arrived that nothing is kept of."""
-        self.counts.bypassed.inc(1, reason)
-
     def take_news(self) -> list[News]:
         """What came to the host and went from it since the last call."""
         return [] if self._news is None else self._news.take()
@@ -303,18 +311,19 @@ class SchedulerCore:
         """Readable while `poll` has something to take in."""
         return self._events.fileno()
 
-    def renew(self, scope_of: Callable[[EngineRequest], bytes | Bypass]) -> None:
-        """Every request has another scope from now on, in which nothing is cached.
+    def renew(self) -> None:
+        """Every request has another scope from now on (`scope_of` says which), in which nothing is cached.
 
-        What a request has computed so far is stored for nobody; it counts again from its next admission. Pages of the
-        old scopes are forgotten, or, where a copy under way is in the way of that, evicted when room is needed.
+        What a request has computed so far is stored for nobody, nor what is being copied; it counts again from its next
+        admission. Pages of the old scopes are forgotten, or, where a copy under way is in the way of that, evicted when
+        room is needed.
         """
         for tracked in list(self._tracked.values()):
             self._loads.drop(tracked)
             if tracked.lookup is not None:
                 self._prefetch.close(tracked.lookup)
                 tracked.lookup = None
-            match scope_of(tracked.request):
+            match self._scope_of(tracked.request):
                 case Bypass():
                     del self._tracked[tracked.request.request_id]
                 case scope:
@@ -400,7 +409,7 @@ class SchedulerCore:
 
     def _is_being_stored(self, tracked: Tracked, page: int, num_pages: int) -> bool:
         """The page the host lacks first is on its way there, and has not been for too long."""
-        if page >= num_pages or not self._stores.is_storing(tracked.request.block_hashes[page]):
+        if page >= num_pages or not self._stores.is_storing(tracked.scope, tracked.request.block_hashes[page]):
             tracked.waits_for_store_since_s = None
             return False
         now_s = self._clock.now()

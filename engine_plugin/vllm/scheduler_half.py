@@ -44,7 +44,7 @@ class BlockPool(Protocol):
 
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> Sequence[Any] | None: ...
     def touch(self, blocks: Sequence[Any]) -> None: ...
-    def unpin_blocks(self, blocks: Sequence[Any], on_reuse: Reused) -> None: ...
+    def unpin_blocks(self, blocks: Sequence[Any], on_reuse: Callable[[Any], None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,23 @@ class SchedulerHalf:
         self._pool = pool
 
     def start(self, shapes: Mapping[Rank, WorkerShape]) -> None:
-        """The workers are there. Raises what is wrong with the configuration; blocks while memory is cleared."""
+        """The workers are there. Raises what is wrong with the configuration, and leaves nothing open then.
+
+        Blocks while memory is cleared.
+        """
         if self._session is not None:
             return
-        self._session = self._open_session(shapes, self)
-        if self._session is not None:
-            self._core = self._session.core
-            self._deltas = Deltas(self._core.metrics())
-            self._watch = self._watch_idle(self._core.fileno(), self._take_in)
+        session = self._open_session(shapes, self)
+        if session is None:
+            return
+        self._session, self._core = session, session.core
+        try:
+            self._deltas = Deltas(session.core.metrics())
+            self._watch = self._watch_idle(session.core.fileno(), self._take_in)
+        except BaseException:  # an engine that does not start does not end its connector
+            self._session = self._core = None
+            session.close()
+            raise
 
     def shutdown(self) -> None:
         """Write out what waits, then end the session. Idempotent."""
@@ -121,7 +130,7 @@ class SchedulerHalf:
 
     def opened(self, request: EngineRequest) -> None:
         """A request arrived."""
-        self._ask(lambda core: self._open(core, request), None)
+        self._ask(lambda core: core.open(request, self._num_device_pages(request)), None)
 
     def matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """What `get_num_new_matched_tokens` answers."""
@@ -196,16 +205,13 @@ class SchedulerHalf:
         assert self._pool is not None, "requests come after the pool"
         pool_blocks = [self._pool.blocks[block] for block in blocks]
         self._pool.touch(pool_blocks)
-        self._pool.unpin_blocks(pool_blocks, on_reuse)
+        self._pool.unpin_blocks(pool_blocks, lambda block: on_reuse(block.block_id))
+
+    def scope_of(self, request: EngineRequest) -> bytes | Bypass:
+        """See `stores.ScopeOf`."""
+        return self._scope_of(request, self._salt)
 
     # ---- steps
-
-    def _open(self, core: SchedulerCore, request: EngineRequest) -> None:
-        match self._scope_of(request, self._salt):
-            case Bypass() as why:
-                core.bypass(why)
-            case scope:
-                core.open(request, scope, self._num_device_pages(request))
 
     def _num_device_pages(self, request: EngineRequest) -> int:
         """Leading pages the engine's own prefix cache has now. It evicts a prefix from its end: bisection finds it."""
@@ -220,7 +226,7 @@ class SchedulerHalf:
         if core.has_loads:
             return False
         self._salt = secrets.token_hex(16)
-        core.renew(lambda request: self._scope_of(request, self._salt))
+        core.renew()
         return True
 
     def _take_in(self) -> bool:

@@ -6,6 +6,7 @@ operator. What the cache does not support is no error: it stays off, with a warn
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -104,21 +105,20 @@ def _open_session(
     attachment = attach_if_useful(link, request)
     if attachment is None:
         return None
+    region = attachment.region
     settings = CoreSettings(
-        cache_config, check_block_hash(setup.vllm_config), len(shapes), half.watch, setup.wants_events
+        cache_config, check_block_hash(setup.vllm_config), len(shapes), half.watch, half.scope_of, setup.wants_events
     )
-    core = SchedulerCore(attachment, link.client, settings, SystemClock())
-    server = RegionServer(attachment.region)
-    address = RegionAddress(server.socket_path, attachment.region.region_id, frame_offsets(shapes))
-
-    def close() -> None:
-        server.close()
-        link.close()
-
-    host = size(num_frames * attachment.region.stride_bytes)
-    log.info(
-        "host     %d tokens in %d frames, %s, all ranks together", num_frames * setup.page_tokens, num_frames, host
-    )
-    for line in link.describe():
-        log.info("%s", line)
-    return Session(core, address, close)
+    with contextlib.ExitStack() as opened:
+        opened.callback(link.close)
+        core = SchedulerCore(attachment, link.client, settings, SystemClock())
+        server = RegionServer(region)
+        opened.callback(server.close)
+        address = RegionAddress(server.socket_path, region.region_id, frame_offsets(shapes))
+        host = size(num_frames * region.stride_bytes)
+        log.info(
+            "host     %d tokens in %d frames, %s, all ranks together", num_frames * setup.page_tokens, num_frames, host
+        )
+        for line in link.describe():
+            log.info("%s", line)
+        return Session(core, address, opened.pop_all().close)

@@ -18,26 +18,28 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from cachekernels.region import Region, RegionError
 from cachekernels.tree import RadixTree
 from cachekernels.tree_types import HOST, I32, U32, Keys, Match, NodeId
 
-from cachesvc.outcomes import PageDrop
+from cachesvc.outcomes import Bypass, PageDrop
 from engine_plugin.hicache.counts import TO_HOST
 from engine_plugin.hicache.frames import HostFrames
 from engine_plugin.memory.transfer import num_leading
 from engine_plugin.vllm.counts import ConnectorCounts
 from engine_plugin.vllm.metadata import OpResult, StoreOp
-from engine_plugin.vllm.requests import WORDS, Tracked
+from engine_plugin.vllm.requests import WORDS, EngineRequest, Tracked
 
 log = logging.getLogger(__name__)
 
-Reused = Callable[[object], None]
+Reused = Callable[[int], None]
 Watch = Callable[[Sequence[int], Reused], None]
-"""Asks the block pool to call the function with each of these blocks that it hands out (or forgets) from now on."""
+"""Asks the block pool to call the function with each of these blocks that it hands out (or forgets) from now on. It
+knows one function for each block, the last one it was given: all stores give it the same."""
+ScopeOf = Callable[[EngineRequest], bytes | Bypass]
+"""What a request's pages are shared in at this moment."""
 Matcher = Callable[[Tracked, U32], Match]
 """The longest prefix of a request's words on the host, orphans adopted."""
 Attached = Callable[["Storing", NodeId, I32], None]
@@ -48,7 +50,7 @@ Attached = Callable[["Storing", NodeId, I32], None]
 class Storing:
     """One op: pages [first_page, first_page + n) of a path, of which `words` are all pages up to their end.
 
-    frames int32 [n], keys uint8 [n, 32], hashes are the engine's names [n]. `parent` is host-locked.
+    frames, blocks int32 [n], keys uint8 [n, 32], hashes are the engine's names [n]. `parent` is host-locked.
     """
 
     op: int
@@ -56,6 +58,7 @@ class Storing:
     words: U32
     first_page: int
     frames: I32
+    blocks: I32
     keys: Keys
     parent: NodeId
     hashes: Sequence[bytes]
@@ -73,6 +76,7 @@ class Stores:
         counts: ConnectorCounts,
         wall_s: Callable[[], float],
         match: Matcher,
+        scope_of: ScopeOf,
         on_attached: Attached,
     ) -> None:
         self._tree = tree
@@ -81,11 +85,12 @@ class Stores:
         self._counts = counts
         self._wall_s = wall_s
         self._match = match
+        self._scope_of = scope_of
         self._on_attached = on_attached
         self._ops: dict[int, Storing] = {}
-        self._hashes: set[bytes] = set()
+        self._hashes: dict[bytes, set[bytes]] = {}  # by scope: of the pages that are being stored
         self._begun: list[StoreOp] = []
-        self._reused: set[int] = set()
+        self._reused: set[int] = set()  # blocks
 
     @property
     def num_pending(self) -> int:
@@ -96,9 +101,9 @@ class Stores:
         """Frames the ops hold."""
         return sum(len(storing.frames) for storing in self._ops.values())
 
-    def is_storing(self, page_hash: bytes) -> bool:
+    def is_storing(self, scope: bytes, page_hash: bytes) -> bool:
         """This page is on its way to the host."""
-        return page_hash in self._hashes
+        return page_hash in self._hashes.get(scope, ())
 
     def offer(
         self, op: int, tracked: Tracked, num_ready: int, blocks: Callable[[], Sequence[int]], watch: Watch
@@ -110,7 +115,7 @@ class Stores:
         words = tracked.words(num_ready)
         match = self._match(tracked, words)
         hashes = tracked.hashes(match.num_pages, num_ready)
-        num_in_flight = self._num_in_flight(hashes)
+        num_in_flight = self._num_in_flight(tracked.scope, hashes)
         first_page = match.num_pages + num_in_flight
         tracked.num_offered = num_ready
         if first_page >= num_ready:
@@ -125,22 +130,23 @@ class Stores:
             return False
         end_page = first_page + len(frames)
         keys = self._tree.keys_after(match.node, words[match.num_pages * WORDS : end_page * WORDS])[num_in_flight:]
+        sources = blocks()[first_page:end_page]
         storing = Storing(
             op,
             tracked.scope,
             words[: end_page * WORDS],
             first_page,
             frames,
+            np.array(sources, np.int32),
             keys,
             match.node,
             hashes[num_in_flight : num_in_flight + len(frames)],
             tracked,
         )
         self._ops[op] = storing
-        self._hashes.update(storing.hashes)
-        sources = blocks()[first_page:end_page]
-        watch(sources, partial(self._on_reused, op))
-        self._begun.append(StoreOp(op, np.array(sources, np.int32), frames))
+        self._hashes.setdefault(tracked.scope, set()).update(storing.hashes)
+        watch(sources, self._reused.add)
+        self._begun.append(StoreOp(op, storing.blocks, frames))
         return True
 
     def begun(self) -> list[StoreOp]:
@@ -149,11 +155,15 @@ class Stores:
         return begun
 
     def to_settle(self) -> list[int]:
-        """Ops whose blocks have been given to somebody else since the last call."""
+        """Ops that read blocks which have been given to somebody else since the last call.
+
+        To be asked before the step's own offers: those read what the blocks hold after its forward.
+        """
         if not self._reused:
             return []
-        reused, self._reused = self._reused, set()
-        ops = [op for op in reused if op in self._ops]
+        reused = np.fromiter(self._reused, np.int32, len(self._reused))
+        self._reused.clear()
+        ops = [op for op, storing in self._ops.items() if np.isin(storing.blocks, reused).any()]
         self._counts.settled.inc(len(ops))
         return ops
 
@@ -162,7 +172,7 @@ class Stores:
         storing = self._ops.pop(op, None)
         if storing is None:
             return False
-        self._hashes.difference_update(storing.hashes)
+        self._forget_hashes(storing)
         good = num_leading(result.good)
         self._counts.copied(TO_HOST, good, len(result.good) - good, page_bytes, result.copy_s / result.num_ranks)
         self._counts.dropped_pages.inc(len(result.good) - good, PageDrop.COPY_FAILED)
@@ -173,8 +183,16 @@ class Stores:
         return True
 
     def _attach(self, storing: Storing, num_pages: int) -> None:
-        """W2, W4, and into the tree. Pages whose parent is not on host are given up: they could never be found."""
+        """W2, W4, and into the tree. Pages whose parent is not on host are given up: they could never be found.
+
+        So are those whose request has another scope by now. What its KV depends on may have been replaced before it was
+        computed, and an adapter's files are replaced before an engine can load them: the question comes late enough.
+        """
         frames, keys, words = storing.frames[:num_pages], storing.keys[:num_pages], storing.words
+        if self._scope_of(storing.tracked.request) != storing.scope:
+            self._frames.release(frames)
+            self._counts.dropped_pages.inc(num_pages, PageDrop.SCOPE_CHANGED)
+            return
         begin, end = storing.first_page * WORDS, (storing.first_page + num_pages) * WORDS
         above = self._tree.match(words[:begin], storing.scope, adopt=False)
         if above.num_pages < storing.first_page or not self._commit(frames, keys, storing.first_page):
@@ -189,11 +207,18 @@ class Stores:
         if len(taken):
             self._on_attached(storing, insert.node, taken)
 
-    def _num_in_flight(self, hashes: Sequence[bytes]) -> int:
+    def _num_in_flight(self, scope: bytes, hashes: Sequence[bytes]) -> int:
         """Leading pages that another op is storing."""
-        if not self._hashes:
+        under_way = self._hashes.get(scope)
+        if under_way is None:
             return 0
-        return bisect_left(range(len(hashes)), True, key=lambda at: hashes[at] not in self._hashes)
+        return bisect_left(range(len(hashes)), True, key=lambda at: hashes[at] not in under_way)
+
+    def _forget_hashes(self, storing: Storing) -> None:
+        under_way = self._hashes[storing.scope]
+        under_way.difference_update(storing.hashes)
+        if not under_way:
+            del self._hashes[storing.scope]
 
     def _begin_write(self, frames: I32) -> bool:
         """W1. False: the region cannot be written, and the frames are given back."""
@@ -215,6 +240,3 @@ class Stores:
             log.warning("host memory cannot be written: %s", error)
             return False
         return True
-
-    def _on_reused(self, op: int, _block: object) -> None:
-        self._reused.add(op)

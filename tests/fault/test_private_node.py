@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -61,6 +62,19 @@ def wait_end(pid: int) -> None:
         assert select.select([pidfd], [], [], HANG_S)[0], f"process {pid} did not end"
     finally:
         os.close(pidfd)
+
+
+def test_one_that_cannot_be_started_is_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more processes, say."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(PrivateNodeFailed, match="cannot be started") as raised:
+        PrivateNode.started(None, {})
+    assert len(os.listdir("/proc/self/fd")) == before, raised  # whose trace keeps the sockets
 
 
 def test_a_node_is_dialled_as_often_as_one_likes(node: PrivateNode) -> None:

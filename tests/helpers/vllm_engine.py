@@ -236,7 +236,7 @@ class Engine:
         request = AttachRequest(IDENTITY, self.config.group, self.config.num_host_frames, IDENTITY.page_bytes())
         attachment = self.client.attach(request)
         self.region = attachment.region
-        settings = CoreSettings(self.config, "sha256", NUM_RANKS, half.watch, self.wants_news)
+        settings = CoreSettings(self.config, "sha256", NUM_RANKS, half.watch, half.scope_of, self.wants_news)
         self.core = SchedulerCore(attachment, self.client, settings, self.clock, wall_s=lambda: 1.0)
         self.workers = [Worker(rank, self.num_blocks, self.region) for rank in range(NUM_RANKS)]
         return Session(self.core, RegionAddress("", self.region.region_id, {}), self._close)

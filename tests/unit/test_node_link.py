@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,12 @@ import pytest
 from cachekernels.region import Region
 
 from cachesvc.client.base import Attachment, AttachRefused, AttachRequest, NodeAway
+from cachesvc.client.inprocess import InProcessClient
+from cachesvc.client.private import PrivateNode, PrivateNodeFailed
 from cachesvc.clock import SystemClock
+from cachesvc.node.node import Node
 from cachesvc.outcomes import AttachResult
+from engine_plugin.hicache import build as building
 from engine_plugin.hicache import link
 from engine_plugin.hicache.build import build_cache
 from engine_plugin.hicache.config import AUTO, CacheConfig, CacheMode
@@ -111,9 +116,9 @@ class RefusingLink(NodeLink):
         return []
 
 
-def build(refusing: RefusingLink) -> RadixCache:
+def build(on: NodeLink) -> RadixCache:
     config = CacheConfig(CacheMode.HIERARCHICAL, PAGE_SIZE, num_host_frames=4)
-    cache = build_cache(config, KVPool(SHAPE, NUM_PAGES, PAGE_SIZE), IDENTITY, SystemClock(), lambda _: refusing)
+    cache = build_cache(config, KVPool(SHAPE, NUM_PAGES, PAGE_SIZE), IDENTITY, SystemClock(), lambda _: on)
     assert isinstance(cache, RadixCache)
     return cache
 
@@ -152,6 +157,34 @@ class AnsweringLink(NodeLink):
 
     def describe(self) -> list[str]:
         return []
+
+
+@pytest.mark.parametrize("what", ["RegionTransfer", "RadixTree", "HybridCacheController"])
+def test_a_cache_that_cannot_be_built_leaves_no_session_open(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(building, what, fail)
+    region = Region.create(4, IDENTITY.page_bytes(), reserve_bytes=0)
+    answering = AnsweringLink(Attachment(1, region, bytes(32), enabled=True, warning=""))
+    answering.client = InProcessClient(Node([], manual=True))
+    with pytest.raises(RuntimeError, match="new thread"):
+        build(answering)
+    assert answering.is_closed
+
+
+def test_a_private_node_ends_if_nobody_can_speak_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = PrivateNode([])
+
+    def no_client(dial: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(PrivateNode, "started", lambda *_: node)
+    monkeypatch.setattr(link, "ChannelClient", no_client)
+    with pytest.raises(OSError, match="Too many open files"):
+        open_link(CacheConfig(CacheMode.HIERARCHICAL, PAGE_SIZE, num_host_frames=4))
+    with pytest.raises(PrivateNodeFailed, match="is going away"):
+        node.dial()
 
 
 def test_a_node_of_another_version_turns_the_cache_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 
 import numpy as np
+import pytest
 
 from cachesvc.client.inprocess import InProcessClient
 from cachesvc.node.node import Node
@@ -32,6 +33,17 @@ def test_events_that_nobody_takes_in_are_taken_in() -> None:
     watch.close()
     watch.close()
     os.close(fd)
+
+
+def test_a_watch_that_cannot_start_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError) as raised:
+        ThreadedWatch(0, lambda: True)
+    assert len(os.listdir("/proc/self/fd")) == before, raised
 
 
 def test_a_watch_ends_with_the_cache() -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from cachesvc.client.base import Attachment, AttachRequest
+from cachesvc.client.inprocess import InProcessClient
 from cachesvc.config.model import ConfigError
+from cachesvc.node.node import Node
 from cachesvc.outcomes import Bypass
+from engine_plugin.hicache.link import NodeLink
 from engine_plugin.vllm import compatibility
+from engine_plugin.vllm import setup as setting_up
 from engine_plugin.vllm.compatibility import Fields, Function, Incompatible, Method
+from engine_plugin.vllm.metadata import WorkerShape
+from engine_plugin.vllm.scheduler_half import SchedulerHalf
 from engine_plugin.vllm.setup import EngineSetup, Scopes, scheduler_half
-from tests.helpers.vllm_engine import PAGE
+from tests.helpers.vllm_engine import IDENTITY, PAGE
 
 HERE = "tests.unit.test_vllm_setup"
 
@@ -51,6 +60,87 @@ def test_a_policy_that_fails_requests_is_warned_about(caplog: pytest.LogCaptureF
 def test_events_are_kept_for_those_who_follow_them() -> None:
     assert not setup().wants_events
     assert setup(events=SimpleNamespace(enable_kv_cache_events=True)).wants_events
+
+
+# ---------------------------------------------------------------- a start that fails half-way
+class OpenLink(NodeLink):
+    """A node in this process."""
+
+    def __init__(self) -> None:
+        self._node = Node([], manual=True)
+        self.client = InProcessClient(self._node)
+        self.num_closed = 0
+
+    def attach(self, request: AttachRequest) -> Attachment:
+        return self.client.attach(request)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.client.detach()
+        self._node.close()
+
+    def describe(self) -> list[str]:
+        return []
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> OpenLink:
+    """What the half finds, for an engine of which nothing is asked."""
+    made = OpenLink()
+    monkeypatch.setattr(setting_up, "why_unsupported", lambda *_: "")
+    monkeypatch.setattr(setting_up, "engine_identity", lambda *_: IDENTITY)
+    monkeypatch.setattr(setting_up, "open_link", lambda _: made)
+    return made
+
+
+def start(half: SchedulerHalf) -> None:
+    half.start({(0, 0): WorkerShape(0, 0, IDENTITY.num_layers, IDENTITY.page_bytes() // IDENTITY.num_layers, "layout")})
+
+
+def half_of(num_blocks: int = 8) -> SchedulerHalf:
+    return scheduler_half(EngineSetup(setup().vllm_config, SimpleNamespace(num_blocks=num_blocks), PAGE))
+
+
+def region_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name in ("cachesvc-region", "cachesvc-idle")]
+
+
+@pytest.mark.parametrize("what", ["SchedulerCore", "RegionServer", "frame_offsets", "size"])
+def test_a_set_up_that_fails_half_way_leaves_nothing_open(
+    link: OpenLink, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(setting_up, what, fail)
+    half = half_of()
+    with pytest.raises(OSError, match="Too many open files"):
+        start(half)
+    assert link.num_closed == 1 and not region_threads()
+    half.shutdown()
+    assert link.num_closed == 1
+
+
+def test_so_does_a_half_that_cannot_watch_its_node(link: OpenLink, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    half = half_of()
+    half._watch_idle = fail
+    with pytest.raises(RuntimeError, match="new thread"):
+        start(half)
+    assert link.num_closed == 1 and not region_threads()
+    half.shutdown()
+    assert link.num_closed == 1
+
+
+def test_what_a_start_has_opened_ends_with_the_half(link: OpenLink) -> None:
+    half = half_of()
+    start(half)
+    assert link.num_closed == 0 and len(region_threads()) == 2
+    half.shutdown()
+    half.shutdown()
+    assert link.num_closed == 1 and not region_threads()
 
 
 # ---------------------------------------------------------------- scopes

@@ -4,6 +4,7 @@ plain ones with the fields that are read."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -303,6 +304,19 @@ class TestAdapters:
         self.adapter(folder, 1.0)
         assert digests.of(str(folder), 1) is None
         assert digests.of(str(folder), 2) is not None
+
+    def test_nor_has_one_that_was_written_to_and_given_its_old_times(self, tmp_path: Path) -> None:
+        """As a copy does that keeps times. Adapters of one kind have one size."""
+        folder, digests = self.adapter(tmp_path / "one", 1.0), AdapterDigests()
+        assert digests.of(str(folder), 1) is not None
+        file = folder / "adapter_model.safetensors"
+        times, content = file.stat(), bytearray(file.read_bytes())
+        content[-1] ^= 1
+        with file.open("r+b") as opened:
+            opened.write(content)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert (file.stat().st_size, file.stat().st_mtime_ns) == (times.st_size, times.st_mtime_ns)
+        assert digests.of(str(folder), 1) is None
 
     def test_what_is_no_folder_of_an_adapter_has_no_name(self, tmp_path: Path) -> None:
         assert AdapterDigests().of("somebody/adapter", 1) is None

@@ -161,6 +161,40 @@ def test_whatever_else_comes_is_refused_and_no_descriptor_stays_open(what: str, 
         assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
+def test_a_rank_does_not_use_memory_whose_manager_died_before_the_rank_held_it(region: Region) -> None:
+    """Somebody else may manage it by then."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0cachesvc-test-dies")
+        listener.listen()
+
+        def give_and_die() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(16)
+                socket.send_fds(connection, [b"+"], [region.data_fd, region.directory_fd])
+
+        thread = threading.Thread(target=give_and_die)
+        thread.start()
+        with pytest.raises(RegionUnavailable, match=r"closed the connection|Broken pipe|reset by peer"):
+            fetch_region(RegionAddress("\0cachesvc-test-dies", region.region_id, {}))
+        thread.join(HANG_S)
+    assert not region.is_held(Side.ENGINE)
+
+
+@pytest.mark.parametrize("what", ["listen", "start"])
+def test_a_server_that_cannot_start_leaves_no_descriptor_open(
+    region: Region, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(socket.socket if what == "listen" else threading.Thread, what, fail)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(RuntimeError) as raised:
+        RegionServer(region)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before, raised  # whose trace keeps the server
+
+
 def test_after_the_end_nobody_answers_and_a_closed_region_is_not_given(region: Region) -> None:
     server = RegionServer(region)
     region.close()

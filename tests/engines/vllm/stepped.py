@@ -17,9 +17,10 @@ from tests.engines.vllm import settings
 
 os.environ.update(settings.ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
-from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm import CompletionOutput, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
 
 from tests.engines.vllm.answers import Answer
 
@@ -59,7 +60,7 @@ class SteppedEngine:
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(settings.MODELS / model), **arguments))
         self._core: Any = self._engine.engine_core
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, list[Answer]] = {}
         self._next_id = 0
         self._num_preemptions = 0
         self._count_preemptions()
@@ -80,29 +81,39 @@ class SteppedEngine:
 
     # ---- requests
 
-    def add(self, tokens: list[int], max_tokens: int = 4, *, salt: str | None = None, lora: Any = None) -> str:
-        """A request begins to wait; its id."""
+    def add(
+        self,
+        tokens: list[int],
+        max_tokens: int = 4,
+        *,
+        salt: str | None = None,
+        lora: Any = None,
+        priority: int = 0,
+        **sampling: Any,
+    ) -> str:
+        """A request begins to wait; its id. `sampling`: vLLM's parameters, in place of greedy ones."""
         self._next_id += 1
         request_id = f"r{self._next_id}"
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
         if salt is not None:
             prompt["cache_salt"] = salt
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False)
-        self._engine.add_request(request_id, prompt, params, lora_request=lora)
+        greedy = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 1, "detokenize": False}
+        params = SamplingParams(**{**greedy, "output_kind": RequestOutputKind.FINAL_ONLY, **sampling})
+        self._engine.add_request(request_id, prompt, params, lora_request=lora, priority=priority)
         return request_id
 
     def step(self) -> None:
         """One turn of the engine."""
         for output in self._engine.step():
             if output.finished:
-                done = output.outputs[0]
-                logprobs = (row[token].logprob for token, row in zip(done.token_ids, done.logprobs, strict=True))
-                self._answers[output.request_id] = Answer(
-                    tuple(done.token_ids), tuple(logprobs), output.num_cached_tokens or 0, str(done.finish_reason)
-                )
+                self._answers[output.request_id] = [_answer(output, done) for done in output.outputs]
 
     def finish(self, *request_ids: str) -> list[Answer]:
-        """Steps until these have their answers."""
+        """Steps until these have their answers: the first one of each."""
+        return [answers[0] for answers in self.finish_all(*request_ids)]
+
+    def finish_all(self, *request_ids: str) -> list[list[Answer]]:
+        """Steps until these have all their answers."""
         self.step_until(lambda: all(one in self._answers for one in request_ids))
         return [self._answers.pop(one) for one in request_ids]
 
@@ -198,7 +209,16 @@ class SteppedEngine:
         is_loading = any(one.status.name == "WAITING_FOR_REMOTE_KVS" for one in self.scheduler.requests.values())
         self._engine.reset_prefix_cache(reset_running_requests=not is_loading, reset_connector=is_deep)
 
+    def reset_with_running_requests(self) -> None:
+        """As somebody does who does not look at what the requests wait for."""
+        self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
     def forget_all(self) -> bool:
         """The prefixes below the device too; whether it was done."""
         self.settle()
         return bool(self._engine.reset_prefix_cache(reset_connector=True))
+
+
+def _answer(output: RequestOutput, done: CompletionOutput) -> Answer:
+    logprobs = (row[token].logprob for token, row in zip(done.token_ids, done.logprobs, strict=True))
+    return Answer(tuple(done.token_ids), tuple(logprobs), output.num_cached_tokens or 0, str(done.finish_reason))

@@ -52,6 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "other weights under the same name": {"model": OTHER_TINY},
     "bfloat16": {"dtype": "bfloat16"},
     "blocks of 64": {"block_size": 64},
+    "blocks of 128": {"block_size": 128},
     "another rotary base": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}},
     "another block hash": {"prefix_caching_hash_algo": "sha256_cbor"},
 }
@@ -89,6 +90,49 @@ def test_an_adapter_is_known_by_its_content(home: Home, daemon: DaemonProcess, t
             assert answer.cached_tokens == cached
             assert_same(answer, answers.setdefault(seed, answer), FP32_TOLERANCE)
     assert answers[1].token_ids != answers[2].token_ids or answers[1].logprobs != answers[2].logprobs
+
+
+def overwrite(place: Path, seed: int, scratch: Path) -> None:
+    """The files of the adapter at `place` are written to, and stay the same files."""
+    for new in write_adapter(scratch, seed).iterdir():
+        with (place / new.name).open("r+b") as file:
+            file.write(new.read_bytes())
+
+
+def test_an_adapter_that_is_written_to_under_a_running_engine(
+    home: Home, daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """The engine computes with what it has loaded, or loads late: whatever it is, nothing is kept under either content
+    that may be of the other."""
+    place, scratch, flags = tmp_path / "adapter", tmp_path / "scratch", {"enable_lora": True, "max_lora_rank": 8}
+    one, other = random_tokens(4, 300), random_tokens(5, 300)
+    lora = LoRARequest("writer", 1, str(write_adapter(place, 1)))
+    with start(home, "content 1", **flags) as engine:
+        first = engine.ask(one, lora=lora)
+        engine.forget_device()
+        assert engine.ask(one, lora=lora).cached_tokens == 288
+        engine.forget_device()
+        overwrite(place, 2, scratch)
+        assert engine.ask(one, lora=lora).cached_tokens == 0
+        engine.forget_device()
+    with start(home, "content 2", **flags) as engine:
+        second = engine.ask(one, lora=lora)
+        assert second.cached_tokens == 0
+        engine.forget_device()
+        late = LoRARequest("late", 2, str(write_adapter(tmp_path / "late", 1)))
+        request = engine.add(other, lora=late)
+        overwrite(tmp_path / "late", 2, scratch)
+        [with_content_2] = engine.finish(request)
+        engine.settle()
+    overwrite(tmp_path / "late", 1, scratch)
+    overwrite(place, 1, scratch)
+    with start(home, "content 1", **flags) as engine:
+        again = engine.ask(one, lora=lora)
+        assert again.cached_tokens == 288
+        assert_same(again, first, FP32_TOLERANCE)
+        with_content_1 = engine.ask(other, lora=late)
+        assert with_content_1.cached_tokens == 0, "it is not what the name says"
+    assert second != first and with_content_1 != with_content_2
 
 
 def test_an_adapter_and_the_bare_model_share_nothing(home: Home, daemon: DaemonProcess, tmp_path: Path) -> None:

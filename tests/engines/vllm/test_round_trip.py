@@ -103,6 +103,19 @@ def test_requests_that_wait_for_one_prefix_share_its_load(engine: SteppedEngine,
         assert_same(answer, reference, FP32_TOLERANCE)
 
 
+def test_several_answers_to_one_prompt_share_one_load(engine: SteppedEngine, watch: Watch) -> None:
+    prompt = random_tokens(8, 5 * BLOCK_SIZE + 7)
+    sampled = {"n": 4, "temperature": 1.0, "seed": 11}
+    [cold] = engine.finish_all(engine.add(prompt, 6, **sampled))
+    engine.forget_device()
+    before = len(watch.seen().loaded)
+    [host] = engine.finish_all(engine.add(prompt, 6, **sampled))
+    assert len(watch.check().loaded) - before == 5
+    assert len({answer.token_ids for answer in cold}) == 4, "four different answers"
+    for one, other in zip(host, cold, strict=True):
+        assert_same(one, other, FP32_TOLERANCE)
+
+
 def test_thirty_two_requests_with_shared_prefixes(engine: SteppedEngine, watch: Watch) -> None:
     prefixes = [random_tokens(50 + group, 200) for group in range(4)]
     prompts = [[*prefixes[index % 4], *random_tokens(60 + index, 5 + 7 * index)] for index in range(32)]
