@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from tests.engines.vllm.prompts import random_tokens
 from tests.engines.vllm.settings import BLOCK_SIZE, MIB
 from tests.engines.vllm.stepped import SteppedEngine
 from tests.engines.vllm.watch import Watch
-from tests.helpers.caches import Gate
+from tests.helpers.caches import HANG_S, Gate
 from tests.helpers.daemon import DaemonProcess, Home
 
 PREFIX_BLOCKS = 6
@@ -70,6 +71,16 @@ def expect(engine: SteppedEngine, prompt: list[int], answer: Answer) -> None:
     assert_same(again, answer, FP32_TOLERANCE)
 
 
+def keep_in_storage_only(engine: SteppedEngine) -> None:
+    """When all that host memory has is in storage too, it leaves it."""
+    deadline_s = time.monotonic() + HANG_S
+    while engine.has_node_work():
+        assert time.monotonic() < deadline_s
+        engine.ask([1, 2, 3], 1)
+    core = engine.connector._half._core
+    core._frames.release(core._tree.evict_host(core._tree.stats().host_frames).frames)
+
+
 def test_before_its_first_step(engine: SteppedEngine) -> None:
     prompt, answer = remembered(engine, 1)
     engine.abort(engine.add(prompt))
@@ -106,6 +117,53 @@ def test_another_one_waits_for_the_load_of_the_one_that_goes(
     assert_same(got, answer, FP32_TOLERANCE)
 
 
+def test_the_one_that_waits_goes(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
+    prompt, answer = remembered(engine, 8)
+    gate = gated("load")
+    first = engine.add(prompt)
+    engine.step_until(gate.arrived.is_set)
+    second = engine.add(prompt)
+    engine.step()
+    engine.abort(second)
+    gate.opened.set()
+    [got] = engine.finish(first)
+    assert_same(got, answer, FP32_TOLERANCE)
+
+
+def test_after_its_load_has_ended_and_before_it_runs(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
+    prompt, answer = remembered(engine, 9)
+    gate = gated("load")
+    request = engine.add(prompt)
+    engine.step_until(gate.arrived.is_set)
+    gate.opened.set()
+    scheduler = engine.scheduler
+    engine.step_until(lambda: bool(scheduler.finished_recving_kv_req_ids))
+    assert engine.status(request) == "WAITING_FOR_REMOTE_KVS"
+    engine.abort(request)
+    expect(engine, prompt, answer)
+
+
+def test_while_storage_is_asked_for_it(engine: SteppedEngine) -> None:
+    """What is being read is for nobody."""
+    prompt, answer = remembered(engine, 10)
+    keep_in_storage_only(engine)
+    request = engine.add(prompt)
+    assert engine.has_node_work(), "nothing is read for it"
+    engine.abort(request)
+    expect(engine, prompt, answer)
+
+
+def test_while_it_is_preempted(engine: SteppedEngine) -> None:
+    prompts = [random_tokens(80 + index, 4 * BLOCK_SIZE + index) for index in range(12)]
+    before = engine.num_preemptions()
+    requests = [engine.add(prompt, 100) for prompt in prompts]
+    engine.step_until(lambda: engine.num_preemptions() > before)
+    gone = [one for one in requests if engine.status(one) == "PREEMPTED"]
+    assert gone
+    engine.abort(*gone)
+    engine.finish(*[one for one in requests if one not in gone])
+
+
 def test_others_compute_while_one_loads(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
     prompt, answer = remembered(engine, 4)
     gate = gated("load")
@@ -130,6 +188,25 @@ def test_in_prefill_and_in_decode(engine: SteppedEngine) -> None:
     engine.settle()
     engine.forget_device()
     expect(engine, prompt, answer)
+
+
+def test_a_reset_of_everything_while_one_loads_is_refused(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
+    """By vLLM itself, after it has made the running requests begin anew."""
+    prompt, answer = remembered(engine, 11)
+    other_prompt = random_tokens(52, 40)  # which nobody has seen, so that it waits for no load itself
+    gate = gated("load")
+    loading = engine.add(prompt)
+    engine.step_until(gate.arrived.is_set)
+    running = engine.add(other_prompt, 20)
+    engine.step_until(lambda: engine.num_output_tokens(running) > 2)
+    with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+        engine.reset_with_running_requests()
+    gate.opened.set()
+    loaded, interrupted = engine.finish(loading, running)
+    assert_same(loaded, answer, FP32_TOLERANCE)
+    engine.forget_device()
+    expect(engine, prompt, answer)
+    assert_same(interrupted, engine.ask(other_prompt, 20), FP32_TOLERANCE)
 
 
 def test_while_its_blocks_are_being_stored(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
