@@ -9,11 +9,13 @@ from contextlib import contextmanager
 
 from cachesvc.clock import Clock
 from cachesvc.outcomes import Direction
+from storage_backends.base import Outcome
 
 FRESH_S = 60.0
-"""How long a failure counts when no call has followed it: an idle tier is not known to be down. A failed probe counts
-until another one succeeds, as it is made again and again."""
+"""How long a failure counts when no call has followed it: an idle tier is not known to be down. What the medium itself
+is asked about again and again counts until it says otherwise: a probe that failed, and room that was not there."""
 PROBE_AGAIN_S = 5.0
+NO_SPACE = Outcome.NO_SPACE.name.lower()
 
 
 class TierProgress:
@@ -38,10 +40,12 @@ class TierProgress:
             with self._lock:
                 del self._running[number]
 
-    def succeeded(self, direction: Direction) -> None:
-        """A call was answered."""
+    def succeeded(self, direction: Direction, *, is_stored: bool = True) -> None:
+        """A call was answered. A medium that was full is so until something is stored: that a page is there already, or
+        is not wanted any more, says nothing about room."""
         with self._lock:
-            self._failed.pop(direction, None)
+            if is_stored or not self._is_full(direction):
+                self._failed.pop(direction, None)
 
     def failed(self, direction: Direction, why: str) -> bool:
         """A call raised, or brought nothing for a reason that is the medium's. Whether this is news: the call before it
@@ -54,9 +58,22 @@ class TierProgress:
     def wants_probe(self) -> bool:
         """Whether the last probe failed some time ago, and none is under way."""
         with self._lock:
-            failed = self._failed.get(Direction.PROBE)
-            is_asking = any(direction is Direction.PROBE for direction, _ in self._running.values())
-            return failed is not None and not is_asking and self._clock.now() - failed[1] >= PROBE_AGAIN_S
+            return self._is_to_ask(Direction.PROBE)
+
+    def wants_look(self) -> bool:
+        """Whether there was no room some time ago, and nobody asks the medium just now."""
+        with self._lock:
+            return self._is_full(Direction.WRITE) and self._is_to_ask(Direction.WRITE)
+
+    def looked(self, *, has_room: bool) -> None:
+        """What a look for room has seen."""
+        with self._lock:
+            if not self._is_full(Direction.WRITE):
+                return
+            if has_room:
+                del self._failed[Direction.WRITE]
+            else:
+                self._failed[Direction.WRITE] = (NO_SPACE, self._clock.now())
 
     def troubles(self, stuck_after_s: float) -> list[str]:
         """What is wrong now, a few words each; empty while the tier is well or idle."""
@@ -65,9 +82,17 @@ class TierProgress:
             failed = [
                 f"{direction} fails: {why}"
                 for direction, (why, at) in self._failed.items()
-                if direction is Direction.PROBE or now - at < FRESH_S
+                if direction is Direction.PROBE or why == NO_SPACE or now - at < FRESH_S
             ]
             late = [(direction, now - since) for direction, since in self._running.values()]
         return failed + [
             f"a {one} has been running for {seconds:.0f} s" for one, seconds in late if seconds >= stuck_after_s
         ]
+
+    def _is_full(self, direction: Direction) -> bool:
+        return direction in self._failed and self._failed[direction][0] == NO_SPACE
+
+    def _is_to_ask(self, direction: Direction) -> bool:
+        failed = self._failed.get(direction)
+        is_asking = any(running is Direction.PROBE for running, _ in self._running.values())
+        return failed is not None and not is_asking and self._clock.now() - failed[1] >= PROBE_AGAIN_S

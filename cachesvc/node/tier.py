@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cachesvc.clock import Clock
 from cachesvc.node.counters import NodeCounters, count_outcomes
 from cachesvc.node.progress import TierProgress
+from cachesvc.node.shortage import Shortage
 from cachesvc.outcomes import Direction, TierError
 from storage_backends.base import (
     OBJECT_ID_BYTES,
@@ -104,6 +105,7 @@ class CountedTier:
         self._views: dict[bytes, StorageBackend] = {}
         self._compressor = ZstdCompressor() if tier.options.codec is Codec.ZSTD else None
         self.progress = TierProgress(clock)
+        self._shortage = Shortage(self.backend)
         if tier.trouble:
             self.progress.failed(Direction.PROBE, tier.trouble)
 
@@ -133,11 +135,18 @@ class CountedTier:
         )
 
     def ask_again(self) -> None:
-        """Where the medium did not answer a probe some time ago: asks it once more, on a thread of its own, as it may
-        not answer for long."""
+        """Where the medium did not answer a probe some time ago, or was full: asks it once more, on a thread of its
+        own, as it may not answer for long."""
         if self.progress.wants_probe():
             unknown = np.frombuffer(os.urandom(OBJECT_ID_BYTES), np.uint8).reshape(1, -1).copy()
             threading.Thread(target=self.contains, args=(unknown,), name=f"ask-{self.name}", daemon=True).start()
+        if self.progress.wants_look():
+            threading.Thread(target=self._look_for_room, name=f"ask-{self.name}", daemon=True).start()
+
+    def _look_for_room(self) -> None:
+        with self.progress.call(Direction.PROBE):
+            has_room = self._shortage.is_over()
+        self.progress.looked(has_room=has_room)
 
     def read(self, namespace: bytes, ids: ObjectIds, segments: Segments) -> Outcomes:
         results = self._ask(Direction.READ, len(ids), lambda: self.view(namespace).get_into(ids, segments))
@@ -158,6 +167,9 @@ class CountedTier:
     def write(self, namespace: bytes, ids: ObjectIds, segments: Segments, guard: Guard) -> Outcomes:
         results = self._ask(Direction.WRITE, len(ids), lambda: self.view(namespace).put_from(ids, segments, guard))
         self._count_bytes(Direction.WRITE, segments, results == Outcome.OK)
+        is_refused = results == Outcome.NO_SPACE
+        if is_refused.any():
+            self._shortage.note(int(segments.object_lengths()[is_refused].min()) + self.capabilities.header_bytes)
         return results
 
     def delete(self, ids: ObjectIds) -> Outcomes:
@@ -194,8 +206,10 @@ class CountedTier:
     def _note_answer(self, direction: Direction, results: Outcomes) -> None:
         """A medium may say that it is full or away without raising: no page came or went, for a reason of its own."""
         failures = results[np.isin(results, MEDIUM_FAILURES)]
-        if not len(failures) or (results <= Outcome.MISS).any():
-            self.progress.succeeded(direction)
+        is_stored = bool((results == Outcome.OK).any())
+        has_moved = is_stored if direction is Direction.WRITE else bool((results <= Outcome.MISS).any())
+        if not len(failures) or has_moved:
+            self.progress.succeeded(direction, is_stored=is_stored)
             return
         why = Outcome(int(np.bincount(failures).argmax())).name.lower()
         if self.progress.failed(direction, why):

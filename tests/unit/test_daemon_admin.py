@@ -120,7 +120,7 @@ def test_a_tier_in_trouble_is_not_ready_and_the_node_is(client, node, script):
     assert [tier["is_ready"] for tier in client.get("/api/tiers").json()] == [True, False]
 
 
-def test_a_full_disk_is_trouble_until_a_page_is_stored_again(client, node, script):
+def test_a_full_disk_is_trouble_until_a_page_is_stored_again(client, node, script, clock):
     """A backend answers page by page that nothing could be stored; it raises nothing."""
     engine = attach(node)
     region = engine._session.region
@@ -138,6 +138,7 @@ def test_a_full_disk_is_trouble_until_a_page_is_stored_again(client, node, scrip
     store()
     answer = client.get("/readyz/bad")
     assert (answer.status_code, answer.json()["reasons"]) == (503, ["write fails: no_space"])
+    clock.seconds = 3600.0
     assert client.get("/readyz").json()["tiers"][1]["troubles"] == ["write fails: no_space"]
     store()
     assert client.get("/readyz/bad").status_code == 200

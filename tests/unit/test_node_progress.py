@@ -2,7 +2,7 @@
 
 import pytest
 
-from cachesvc.node.progress import FRESH_S, PROBE_AGAIN_S, TierProgress
+from cachesvc.node.progress import FRESH_S, NO_SPACE, PROBE_AGAIN_S, TierProgress
 from cachesvc.outcomes import Direction, TierError
 
 
@@ -58,6 +58,41 @@ def test_a_probe_that_failed_counts_until_one_succeeds_and_is_wanted_again(progr
     progress.succeeded(Direction.PROBE)
     assert progress.troubles(10.0) == []
     assert not progress.wants_probe()
+
+
+def test_a_full_medium_is_full_until_something_is_stored(progress, clock):
+    progress.failed(Direction.WRITE, NO_SPACE)
+    clock.seconds = 10 * FRESH_S
+    progress.succeeded(Direction.WRITE, is_stored=False)
+    assert progress.troubles(10.0) == ["write fails: no_space"]
+    progress.succeeded(Direction.WRITE)
+    assert progress.troubles(10.0) == []
+
+
+def test_a_medium_that_was_away_is_there_when_it_answers_anything(progress):
+    progress.failed(Direction.WRITE, TierError.UNAVAILABLE)
+    progress.succeeded(Direction.WRITE, is_stored=False)
+    assert progress.troubles(10.0) == []
+
+
+def test_a_full_medium_is_looked_at_again_and_again_once_at_a_time(progress, clock):
+    assert not progress.wants_look()
+    progress.failed(Direction.WRITE, NO_SPACE)
+    assert not progress.wants_look()
+    for seconds in (PROBE_AGAIN_S, 2 * PROBE_AGAIN_S):
+        clock.seconds = seconds
+        assert progress.wants_look()
+        with progress.call(Direction.PROBE):
+            assert not progress.wants_look()
+        progress.looked(has_room=False)
+        assert not progress.wants_look()
+    assert progress.troubles(10.0) == ["write fails: no_space"]
+    progress.looked(has_room=True)
+    assert progress.troubles(10.0) == []
+    progress.failed(Direction.WRITE, TierError.UNAVAILABLE)
+    progress.looked(has_room=True)
+    progress.looked(has_room=False)
+    assert progress.troubles(10.0) == ["write fails: unavailable"], "room does not bring a medium back"
 
 
 def test_a_call_that_does_not_return_is_trouble_until_it_does(progress, clock):

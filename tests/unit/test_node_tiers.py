@@ -1,5 +1,7 @@
 """The chain of tiers: first that delivers, write to each, and an erroring tier is one without the page."""
 
+import threading
+
 import numpy as np
 import pytest
 from cachekernels.pages import object_ids
@@ -9,8 +11,9 @@ from cachesvc.metrics import Registry
 from cachesvc.node.counters import NodeCounters
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
+from cachesvc.node.progress import PROBE_AGAIN_S
 from cachesvc.node.tiers import Tier, TierChain
-from storage_backends.base import Outcome, Segments, outcomes
+from storage_backends.base import Outcome, Room, Segments, outcomes
 from storage_backends.errors import StorageFailed, StorageTimeout, StorageUnavailable
 from storage_backends.registry import open_backend
 from tests.oracles.pages import IDENTITY, PAGE_BYTES, Engine, ScriptedBackend, chain, memory_backend, page, run_all
@@ -154,6 +157,66 @@ def test_a_tier_without_an_index_is_not_asked_before_a_write():
     assert chain.backends[0].calls["contains"] == 0
     assert not chain.tiers.known(IDS).any()
     assert chain.tiers.probe(IDS).all()
+
+
+def full_but_for(ids):
+    """A full medium that has the first page already."""
+    answers = outcomes(len(ids), Outcome.NO_SPACE)
+    answers[0] = Outcome.EXISTS
+    return answers
+
+
+@pytest.mark.parametrize("answer", [lambda ids: outcomes(len(ids), Outcome.NO_SPACE), full_but_for])
+def test_a_full_tier_is_in_trouble_until_a_page_is_stored(answer):
+    chain = Chain("a", index_answers=False)
+    chain.backends[0].before["put"] = answer
+    chain.write()
+    assert troubles(chain) == ["write fails: no_space"]
+    chain.clock.advance(3600.0)
+    chain.backends[0].before["put"] = lambda ids: outcomes(len(ids), Outcome.EXISTS)
+    chain.write()
+    assert troubles(chain) == ["write fails: no_space"]
+    chain.backends[0].before.clear()
+    chain.write()
+    assert troubles(chain) == []
+
+
+def troubles(chain):
+    (report,) = chain.tiers.reports(10.0)
+    return list(report.troubles)
+
+
+class Disk(ScriptedBackend):
+    """Of which others take and give back space."""
+
+    free_bytes = 0
+
+    def room(self):
+        return Room("disk", "the disk", self.free_bytes, 0)
+
+
+def test_a_full_tier_is_well_when_room_is_seen_although_nothing_is_stored():
+    disk = Disk(memory_backend())
+    clock = ManualClock()
+    tiers = TierChain([Tier("a", disk)], NodeCounters(Registry(), ["a"]), clock)
+    disk.before["put"] = lambda ids: outcomes(len(ids), Outcome.NO_SPACE)
+    rows = np.stack([page(key) for key in KEYS])
+    tiers.write(NAMESPACE, IDS, Segments.of_rows(rows), lambda which: np.ones(len(which), np.bool_))
+
+    def look():
+        """Waits for the look that is begun, if any."""
+        clock.advance(PROBE_AGAIN_S)
+        tiers.ask_again()
+        for thread in threading.enumerate():
+            if thread.name == "ask-a":
+                thread.join()
+        return list(tiers.reports(10.0)[0].troubles)
+
+    assert look() == ["write fails: no_space"]
+    disk.free_bytes = PAGE_BYTES
+    assert look() == ["write fails: no_space"], "the page's header needs room as well"
+    disk.free_bytes = 2 * PAGE_BYTES
+    assert look() == []
 
 
 def test_a_page_of_another_namespace_is_not_delivered():
