@@ -23,7 +23,7 @@ from cachesvc.daemon.grpc_answers import Answers, Methods
 from cachesvc.daemon.grpc_store import StorePool, StoreService
 from cachesvc.daemon.health import Health
 from cachesvc.daemon.socket_watch import SocketWatch
-from cachesvc.daemon.sockets import file_at
+from cachesvc.daemon.sockets import check_length, file_at
 from cachesvc.node.node import Node
 from cachesvc.outcomes import Reject
 from cachesvc.rpc import channel_pb2, codec, common_pb2, service_pb2
@@ -84,7 +84,7 @@ class GrpcDoor:
             self._health.set(name, state)
 
     def stop(self) -> None:
-        """Ends calls under way, within a bound."""
+        """Ends calls under way, within a bound. A socket that is another daemon's by now is left alone."""
         self._health.enter_graceful_shutdown()
         self._server.stop(STOP_S).wait(2 * STOP_S)
         self._stores.close()
@@ -94,22 +94,27 @@ class GrpcDoor:
     def _bind(self) -> tuple[Claim | None, SocketWatch | None]:
         """The claim on the Unix socket and what looks after it, where the address is one."""
         if not self.address.startswith("unix://"):
-            self._listen()
+            self._listen(self._server, self.address)
             return None, None
         claim = Claim.take_named("grpc.address", Path(self.address.removeprefix("unix://")))
         try:
-            self._listen_alone(claim.socket_path)
+            self._listen_alone(self._server, claim.socket_path)
         except OSError:
             claim.release()
             raise
         return claim, SocketWatch("grpc", claim, self._is_bound, lambda: self._rebind(claim.socket_path), self._status)
 
-    def _listen_alone(self, path: Path) -> None:
+    def _listen_alone(self, server: grpc.Server, path: Path) -> None:
+        """Under another name first, because gRPC removes the name that it has bound when the server ends, whoever's
+        socket it is by then. Whose `path` is, the claim knows."""
+        own = path.with_name(f"{path.name}~")
+        check_length(own)
         before = os.umask(0o177)  # the socket is its owner's from its first moment
         try:
-            self._listen()
+            self._listen(server, f"unix://{own}")
         finally:
             os.umask(before)
+        own.rename(path)
         self._bound_as = path, file_at(path)
 
     def _is_bound(self) -> bool:
@@ -117,15 +122,16 @@ class GrpcDoor:
         return bound_as is not None and file_at(path) == bound_as
 
     def _rebind(self, path: Path) -> None:
-        """A new server: gRPC binds before it starts, and removes the path of the one that ends."""
-        self._server.stop(STOP_S).wait(2 * STOP_S)
-        self._server = self._new_server()
-        self._listen_alone(path)
-        self._server.start()
+        """A new server, as gRPC binds before it starts; calls that have begun end within a bound."""
+        server, before = self._new_server(), self._server
+        self._listen_alone(server, path)
+        server.start()
+        self._server = server
+        before.stop(STOP_S).wait(2 * STOP_S)
 
-    def _listen(self) -> None:
+    def _listen(self, server: grpc.Server, address: str) -> None:
         try:
-            self._server.add_insecure_port(self.address)
+            server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(f"grpc.address: cannot listen on {self.address}; choose another address, or off") from error
 

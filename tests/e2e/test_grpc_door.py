@@ -234,7 +234,7 @@ def test_a_loopback_port(home):
             assert stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S) == codec.versions()
         ended = home.run("up", "--admin.port", "0", "--socket", "x.sock", "--grpc.address", f"127.0.0.1:{port}")
         assert ended.returncode == 1
-        assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+        assert f"grpc.address: cannot listen on 127.0.0.1:{port}" in ended.stderr
 
 
 def test_off(home):

@@ -145,7 +145,12 @@ def test_what_cannot_work_ends_the_start(home, case):
 
 
 def test_check_finds_the_same_and_opens_no_door(home):
-    for case in ("misspelt option", "more memory than there is", "a directory that cannot be made"):
+    for case in (
+        "misspelt option",
+        "more memory than there is",
+        "a directory that cannot be made",
+        "a socket path that is too long",
+    ):
         flags, status, words = CASES[case]
         ended = home.run("config", "check", *flags)
         assert ended.returncode == status, ended.stderr

@@ -6,16 +6,20 @@ import socket
 import tempfile
 from pathlib import Path
 
+import grpc
 import pytest
 from starlette.testclient import TestClient
 
 from cachesvc.clock import SystemClock
 from cachesvc.daemon.admin import build_app
 from cachesvc.daemon.claim import Claim, read_run_info
+from cachesvc.daemon.grpc_door import GrpcDoor
 from cachesvc.daemon.health import Health, Heartbeat
 from cachesvc.daemon.socket_watch import SocketWatch
 from cachesvc.node.node import Node
+from cachesvc.rpc import service_pb2, service_pb2_grpc
 from tests.helpers.channels import RawClient, RunningDoor
+from tests.oracles.pages import HANG_S
 
 
 @pytest.fixture
@@ -74,7 +78,7 @@ def test_a_socket_that_is_there_is_left_alone(node, claim, look, watch):
     assert (claim.socket_path.stat().st_ino, watch.trouble, num_rebinds(node)) == (inode, "", 0)
 
 
-@pytest.mark.parametrize("gone", ["socket", "lock", "both", "folder"])
+@pytest.mark.parametrize("gone", ["socket", "lock", "both", "folder", "replaced"])
 def test_what_was_removed_is_made_again_and_who_was_there_stays(node, claim, door, look, watch, folder, gone):
     with RawClient(door.path, "before") as before:
         match gone:
@@ -87,6 +91,10 @@ def test_what_was_removed_is_made_again_and_who_was_there_stays(node, claim, doo
                 (folder / "node.sock.lock").unlink()
             case "folder":
                 shutil.rmtree(folder)
+            case "replaced":  # by somebody who knows of no claims
+                claim.socket_path.unlink()
+                with socket.socket(socket.AF_UNIX) as theirs:
+                    theirs.bind(str(claim.socket_path))
         look()
         assert (watch.trouble, num_rebinds(node)) == ("", 1)
         assert read_run_info(claim.socket_path).pid == os.getpid()
@@ -141,3 +149,77 @@ def test_a_daemon_that_came_meanwhile_keeps_the_path(claim, look, watch, folder)
         assert claim.socket_path.stat().st_ino == inode
         assert read_run_info(claim.socket_path) is not None
         other.release()
+
+
+def test_a_daemon_that_came_meanwhile_keeps_its_socket_when_this_ones_channel_ends(claim, door, folder):
+    shutil.rmtree(folder)
+    other = Claim.take(claim.socket_path)
+    with socket.socket(socket.AF_UNIX) as theirs:
+        theirs.bind(str(claim.socket_path))
+        inode = claim.socket_path.stat().st_ino
+        door.stop()
+        assert claim.socket_path.stat().st_ino == inode
+    other.release()
+
+
+# gRPC's, which gRPC itself would remove at its end
+
+
+@pytest.fixture
+def grpc_path(folder):
+    return folder / "grpc.sock"
+
+
+@pytest.fixture
+def grpc_door(node, health, folder, grpc_path):
+    door = GrpcDoor(node, health, f"unix://{grpc_path}", 4 << 20, f"unix://{folder}/node.sock")
+    yield door
+    door.stop()
+
+
+def is_served(path):
+    with grpc.insecure_channel(f"unix://{path}") as channel:
+        service_pb2_grpc.NodeStub(channel).GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S)
+    return True
+
+
+def test_grpcs_socket_is_its_owners_and_goes_with_it(grpc_door, grpc_path):
+    assert sorted(os.listdir(grpc_path.parent)) == ["grpc.sock", "grpc.sock.lock"]
+    assert grpc_path.stat().st_mode & 0o777 == 0o600
+    assert is_served(grpc_path)
+    grpc_door.stop()
+    assert os.listdir(grpc_path.parent) == []
+
+
+def test_grpcs_socket_is_made_again(grpc_door, grpc_path, node):
+    grpc_path.unlink()
+    grpc_door.update()
+    assert is_served(grpc_path)
+    assert node.registry.snapshot()['cachesvc_socket_rebinds_total{door="grpc"}'] == 1
+
+
+def test_a_socket_that_cannot_be_made_again_leaves_the_server_that_is_there(grpc_door, grpc_path, health):
+    with grpc.insecure_channel(f"unix://{grpc_path}") as channel:
+        stub = service_pb2_grpc.NodeStub(channel)
+        stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S)
+        grpc_path.unlink()
+        grpc_path.mkdir()
+        grpc_door.update()
+        assert not health.readiness().is_ready
+        stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S)
+        grpc_path.rmdir()
+
+
+@pytest.mark.parametrize("ends", ["stops", "looks and stops"])
+def test_the_socket_of_a_daemon_that_came_meanwhile_outlives_this_ones_grpc(grpc_door, grpc_path, ends):
+    shutil.rmtree(grpc_path.parent)
+    other = Claim.take(grpc_path)
+    with socket.socket(socket.AF_UNIX) as theirs:
+        theirs.bind(str(grpc_path))
+        inode = grpc_path.stat().st_ino
+        if ends == "looks and stops":
+            grpc_door.update()
+        grpc_door.stop()
+        assert grpc_path.stat().st_ino == inode
+        assert other.is_held()
+    other.release()
