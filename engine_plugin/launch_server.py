@@ -9,7 +9,6 @@ memory that does not suffice, an address in use. Errors are one line on stderr.
 from __future__ import annotations
 
 import hashlib
-import logging
 import socket
 import sys
 import time
@@ -23,6 +22,7 @@ from cachekernels.region import RegionError
 from cachesvc.client.base import AttachRefused
 from cachesvc.clock import SystemClock
 from cachesvc.identity import Identity
+from cachesvc.logs import log_to_stderr
 from cachesvc.outcomes import AttachResult
 from cachesvc.tcp import bind
 from engine_plugin.engine.args import EngineArgs, parse_args
@@ -65,7 +65,7 @@ def command(argv: Sequence[str]) -> int:
         args = parse_args(argv)
     except SystemExit as ended:
         return int(ended.code or 0)
-    _log_to_stderr(args.log_level.upper())
+    log_to_stderr(args.log_level.upper())
     stop = Stop()
     try:
         with stop.installed(), closing(bind(args.host, args.port)) as bound:
@@ -77,12 +77,6 @@ def command(argv: Sequence[str]) -> int:
         return 1
     except SystemExit as ended:
         return int(ended.code or 0)
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    if level == "INFO":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces what is printed here already
 
 
 def compose(args: EngineArgs) -> Engine:

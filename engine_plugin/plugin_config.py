@@ -16,6 +16,7 @@ from cachesvc.config.model import ConfigError
 from engine_plugin.hicache.config import AUTO, PRIVATE
 from storage_backends.options import hint
 from storage_backends.registry import known_backends
+from storage_backends.secrets import without_secrets
 
 
 class PluginConfig(BaseModel):
@@ -72,4 +73,4 @@ def _explain(error: ErrorDetails, valid: Iterable[str]) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}; {hint(key, valid)}"
     message = error["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}, got {error['input']!r}" if key else message
+    return f"{key}: {message}, got {without_secrets(error['input'], key)!r}" if key else message

@@ -19,12 +19,14 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from storage_backends.outcome import Outcome
+from storage_backends.secrets import text_without_secrets
 
 
 class StorageError(Exception):
     """A storage call that was not carried out.
 
-    `context` says where (backend, path, errno ...), for logs; it is also part of the message.
+    `context` says where (backend, path, errno ...), for logs; it is also part of the message, in which the secrets of
+    URLs are hidden: errors are shown, logged and sent to whoever asks for a tier's health.
     """
 
     transient: ClassVar[bool] = False
@@ -33,7 +35,7 @@ class StorageError(Exception):
     def __init__(self, message: str, **context: object) -> None:
         self.context: Mapping[str, object] = context
         details = ", ".join(f"{name}={value!r}" for name, value in context.items())
-        super().__init__(f"{message} ({details})" if details else message)
+        super().__init__(text_without_secrets(f"{message} ({details})" if details else message))
 
     @property
     def kind(self) -> str:

@@ -36,6 +36,8 @@ INSTALL = {
 """How to get what a backend of this distribution needs beyond the base."""
 WITHOUT_SERVICE: Mapping[str, Mapping[str, object]] = {"redis": {"check_at_start": False}}
 """Options by which a backend opens although its service does not answer, where it would refuse otherwise."""
+WITHOUT_CAPACITY = frozenset({"fsspec", "redis", "s3"})
+"""Backends of this distribution that have no capacity among their options."""
 Opener = Callable[[Mapping[str, object]], StorageBackend]
 
 

@@ -7,7 +7,6 @@ that is not there, a socket or port in use. Errors are one line on stderr.
 from __future__ import annotations
 
 import asyncio
-import logging
 import resource
 import signal
 import sys
@@ -21,6 +20,7 @@ from cachesvc.daemon.claim import Claim, SocketTaken
 from cachesvc.daemon.loop import new_event_loop
 from cachesvc.daemon.summary import DoesNotFit
 from cachesvc.daemon.up import Daemon, compose, serve, socket_path
+from cachesvc.logs import log_to_stderr
 from cachesvc.rpc.codec import versions
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -36,7 +36,7 @@ def command(argv: Sequence[str]) -> int:
         return _fail(error, 2)
     except SystemExit as ended:  # --help
         return int(ended.code or 0)
-    _log_to_stderr(config.node.log_level.upper())
+    log_to_stderr(config.node.log_level.upper())
     try:
         with _ending_by_signal():
             return _run(config)
@@ -100,12 +100,6 @@ def _ending_by_signal() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    if level == "INFO":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it announces what is printed here already
 
 
 def _fail(error: Exception, status: int) -> int:

@@ -21,6 +21,7 @@ from pydantic_settings import (
 
 from cachesvc.config.model import ENV_PREFIX, Config, ConfigError, Section, TierConfig
 from storage_backends.options import hint
+from storage_backends.secrets import without_secrets
 
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 SHORTCUTS = {"channel.socket": "socket"}
@@ -126,8 +127,14 @@ def _explain(error: ErrorDetails, path: Path | None, file_values: dict[str, Any]
     if error["type"] == "extra_forbidden":
         return f"unknown key {key}{source}; {hint(str(place[-1]), _siblings(place))}"
     message = error["msg"].removeprefix("Value error, ").replace("value=", f"{key}=")
-    given = "" if error["type"] == "value_error" else f", got {error['input']!r}"
+    given = "" if error["type"] == "value_error" else f", got {_shown(error)!r}"
     return f"{key}: {message}{given}{source}"
+
+
+def _shown(error: ErrorDetails) -> object:
+    """What was given. It may be the whole table that something is missing in."""
+    place = error["loc"]
+    return without_secrets(error["input"], str(place[-1]) if place else "")
 
 
 def _dotted(place: tuple[int | str, ...]) -> str:

@@ -7,25 +7,16 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from pydantic.fields import FieldInfo
 
 from cachesvc.config.model import Config, Section, TierConfig
-
-HIDDEN = "***"
-_SECRET = re.compile(
-    r"pass|pwd|secret|token|credential|private|auth|signature|sas|(account|api)_?key|connection_?string", re.IGNORECASE
-)
-_SECRET_IN_QUERY = re.compile(rf"{_SECRET.pattern}|key|sig", re.IGNORECASE)
-_URL = re.compile(r"(?<=://)[^\s,]+")
-_PASSWORD = re.compile(r"^([^@:/?#]*:)[^?#]*(?=@)")  # to the last @: whoever writes one into a password gets it hidden
-_PARAMETER = re.compile(r"(?<=[?&;#])([^=&;#]+)=([^&;#]*)")
+from storage_backends.secrets import without_secrets
 
 
 def effective(config: Config) -> dict[str, Any]:
     """Every value in force, as JSON would have it; secrets in options and passwords in URLs are hidden."""
-    values: dict[str, Any] = _hidden("", config.model_dump(mode="json"))
+    values: dict[str, Any] = without_secrets(config.model_dump(mode="json"))
     return values
 
 
@@ -80,22 +71,3 @@ def _value(value: object) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     return json.dumps(str(value) if isinstance(value, Path) else value)
-
-
-def _hidden(name: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _hidden(key, inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_hidden(name, inner) for inner in value]
-    if isinstance(value, str):
-        return HIDDEN if value and _SECRET.search(name) else _URL.sub(_url_without_secrets, value)
-    return value
-
-
-def _url_without_secrets(url: re.Match[str]) -> str:
-    """What follows the scheme, with password and the values of secret parameters hidden."""
-    return _PARAMETER.sub(_parameter, _PASSWORD.sub(rf"\1{HIDDEN}", url[0]))
-
-
-def _parameter(found: re.Match[str]) -> str:
-    return f"{found[1]}={HIDDEN}" if _SECRET_IN_QUERY.search(unquote(found[1])) else found[0]

@@ -31,17 +31,19 @@ from typing import Any
 
 from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.loop import new_event_loop
+from cachesvc.logs import log_to_stderr
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
-from storage_backends.bounds import in_bounds
+from storage_backends.bounds import Capacity, capacity_of, in_bounds
 from storage_backends.errors import StorageError
-from storage_backends.registry import open_backend
+from storage_backends.registry import WITHOUT_CAPACITY, open_backend
 
 PR_SET_PDEATHSIG = 1
 END_S = 3.0
 """How long closing the door may take, and then the node. What the engine wanted stored it has waited for before."""
 MAX_SETTINGS_BYTES = 1 << 20
+CAPACITY = "capacity_bytes"
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ def main(parent: int) -> int:
     _end_with_parent(parent)
     engine = socket.socket(fileno=sys.stdin.fileno())
     settings = json.loads(_line(engine))
-    logging.basicConfig(level=settings["log_level"], format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(settings["log_level"])
     try:
         tiers = open_tiers(settings["tiers"])
     except (StorageError, ValueError, OSError) as error:
@@ -69,12 +71,22 @@ def open_tiers(wanted: list[Mapping[str, Any]]) -> list[Tier]:
     with ExitStack() as undo:
         tiers = []
         for one in wanted:
-            backend = open_backend(one["backend"], one["options"])
+            options, capacity = _split(one["backend"], one["options"])
+            backend = open_backend(one["backend"], options)
             undo.callback(backend.close)
-            tiers.append(Tier(one["backend"], in_bounds(backend, None)))
+            tiers.append(Tier(one["backend"], in_bounds(backend, capacity)))
             undo.callback(tiers[-1].backend.close)
         undo.pop_all()
     return tiers
+
+
+def _split(backend: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], Capacity | None]:
+    """The backend's own options, and the capacity of a tier whose backend has none among them: engines say both in one
+    place, under one name."""
+    own = dict(options)
+    if backend not in WITHOUT_CAPACITY or CAPACITY not in own:
+        return own, None
+    return own, capacity_of(own.pop(CAPACITY))
 
 
 def _described(tier: Tier) -> dict[str, object]:

@@ -15,6 +15,7 @@ from typing import Any
 from cachesvc.command_line import Parser, above_zero, at_least, not_empty, number, whole_number
 from engine_plugin.hicache.config import AUTO, PRIVATE, UNIX, CacheMode, PrefetchPolicy, WritePolicy
 from storage_backends.registry import known_backends
+from storage_backends.secrets import without_secrets
 
 PAGE_SIZE_ALONE = 1
 PAGE_SIZE_WITH_STORAGE = 64
@@ -78,8 +79,9 @@ class EngineArgs:
         return int(num_device_pages * self.hicache_ratio)
 
     def as_json(self) -> dict[str, object]:
-        """The effective values, for `/server_info` and the log."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        """The effective values, for `/server_info` and the log; secrets in the storage's options are hidden."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**values, "storage_config": without_secrets(self.storage_config)}
 
 
 class HelpText(argparse.ArgumentDefaultsHelpFormatter):

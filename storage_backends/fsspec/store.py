@@ -23,6 +23,7 @@ from storage_backends.bounds import room_of_path
 from storage_backends.fsspec.failures import object_error, outcome_of
 from storage_backends.names import NAME_DIGITS, is_name
 from storage_backends.per_object import Listing, ObjectError, ObjectStore
+from storage_backends.secrets import text_without_secrets
 from storage_backends.segment_views import fill, starts_alike
 
 SUFFIX: Final = ".page"
@@ -133,7 +134,7 @@ class FsspecStore(ObjectStore):
         self._remove_leftovers()
 
     def place(self) -> str:
-        return str(self._fs.unstrip_protocol(self._root))
+        return text_without_secrets(str(self._fs.unstrip_protocol(self._root)))
 
     def room(self) -> Room | None:
         return room_of_path(self._root) if self._is_on_disk else None

@@ -107,13 +107,18 @@ class _Url:
 
 
 def _parse_url(text: str) -> _Url:
-    scheme, _, rest = text.strip().partition("://")
+    """StorageConfigError, which does not repeat the text: what is no URL may have a password anywhere."""
+    scheme, separator, rest = text.strip().partition("://")
     if scheme not in _SCHEMES or not rest:
-        raise StorageConfigError(f"url: expected {', '.join(_SCHEMES)}://..., got {_without_secret(text)!r}")
+        given = f"{scheme}://" if separator else "no URL"
+        raise StorageConfigError(f"url: expected {', '.join(_SCHEMES)}://..., got {given}")
     try:
         parts = dict(parse_url(f"{_SCHEMES[scheme]}://{rest}"))
-    except ValueError as error:
-        raise StorageConfigError(f"url: {_without_secret(text)!r} is not a URL of a server: {error}") from None
+    except ValueError:
+        raise StorageConfigError(
+            f"url: what follows {scheme}:// is not the address of a server; write USER:PASSWORD@HOST:PORT/DB, with "
+            "/ ? # @ , in a password as %2F %3F %23 %40 %2C"
+        ) from None
     parts.pop("connection_class", None)
     unknown = set(parts) - {"host", "port", "path", "db", "username", "password"}
     if unknown:
@@ -162,7 +167,3 @@ def _prefix(value: object) -> str:
     if not isinstance(value, str) or not _PREFIX.fullmatch(value):
         raise StorageConfigError(f"prefix={value!r} must be at most 64 letters, digits and : _ . / -")
     return value
-
-
-def _without_secret(url: str) -> str:
-    return re.sub(r"//[^@/]*@", "//...@", url)

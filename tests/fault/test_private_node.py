@@ -117,6 +117,32 @@ def test_what_cannot_be_opened_is_told_in_the_backends_own_words(tmp_path: Path)
     assert node.pid == 0
 
 
+def options_of(backend: str, path: Path) -> dict[str, object]:
+    return {"path": str(path)} if backend == "file" else {"url": f"file://{path}"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "capacity", "num_bytes"),
+    [("file", "1 MiB", 2**20), ("fsspec", "1 MiB", 2**20), ("fsspec", "unlimited", 0)],
+)
+def test_the_capacity_of_any_tier_is_one_of_its_options(
+    tmp_path: Path, backend: str, capacity: str, num_bytes: int
+) -> None:
+    """Whether the backend has one of its own, or the node bounds it from outside."""
+    node = PrivateNode([TierSettings(backend, {**options_of(backend, tmp_path), "capacity_bytes": capacity})])
+    node.start()
+    assert [tier.capacity_bytes for tier in node.tiers] == [num_bytes]
+    node.close()
+
+
+@pytest.mark.parametrize("backend", ["file", "fsspec"])
+def test_a_capacity_that_is_none_is_told(tmp_path: Path, backend: str) -> None:
+    node = PrivateNode([TierSettings(backend, {**options_of(backend, tmp_path), "capacity_bytes": "much"})])
+    with pytest.raises(PrivateNodeFailed, match="capacity_bytes='much' is not a size"):
+        node.start()
+    node.close()
+
+
 def test_a_child_that_cannot_run_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     node = PrivateNode([])

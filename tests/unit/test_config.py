@@ -13,12 +13,13 @@ from cachesvc.clock import SystemClock
 from cachesvc.config import model
 from cachesvc.config.model import Config, ConfigError, Section, TierConfig
 from cachesvc.config.sources import environment_names, load_config
-from cachesvc.config.text import HIDDEN, as_toml, effective, example
+from cachesvc.config.text import as_toml, effective, example
 from cachesvc.daemon.tiers import open_tiers
 from cachesvc.metrics import Registry
 from cachesvc.node.counters import NodeCounters
 from cachesvc.node.tiers import Codec, TierChain, WriteMode
 from storage_backends.base import Outcome, Segments
+from storage_backends.secrets import HIDDEN
 from storage_backends.testing.objects import make_ids
 
 
@@ -285,6 +286,22 @@ def test_secrets_in_urls_are_not_shown(value):
     config = Config.model_construct(tier=[tier])
     options = effective(config)["tier"][0]["options"]
     assert options == {"url": SECRETS[value], "more": {"list": [SECRETS[value]]}}
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        '[{"name": "x", "options": {"password": "hunter2"}}]',  # what was given is the table that lacks a backend
+        '[{"backend": "redis", "options": "redis://u:hunter2@host"}]',
+        '[{"backend": "redis", "options": {"password": "hunter2"}',
+        '["redis://u:hunter2@host"]',
+        '{"password": "hunter2"}',
+    ],
+)
+def test_an_error_of_the_configuration_shows_no_secret(tiers):
+    message = refusal("--tier", tiers)
+    assert "tier" in message
+    assert "hunter2" not in message
 
 
 @pytest.mark.parametrize("name", ["password", "pwd", "account_key", "connection_string", "sas_token", "auth"])

@@ -63,8 +63,11 @@ class TestOptions:
             ({"adress": "x"}, "no option 'adress'"),
             ({"uri": "x"}, "no option 'uri'; did you mean 'url'"),
             ({"url": "http://host"}, "expected redis, rediss, unix, valkey, valkeys://"),
-            ({"url": "redis://me:hidden@host:port"}, "is not a URL of a server"),
-            ({"url": "http://me:hidden@host"}, "expected redis"),
+            ({"url": "redis://me:hidden@host:port"}, "is not the address of a server"),
+            ({"url": "redis://me:hidden/@host"}, "is not the address of a server"),  # a port, says the parser
+            ({"url": "redis://me:hidden,@host"}, "is not the address of a server"),
+            ({"url": "http://me:hidden@host"}, "got http://"),
+            ({"url": "me:hidden@host"}, "got no URL"),
             ({"url": "redis://host?timeout=5"}, "'timeout' is an option of its own"),
             ({"url": "redis://a,redis://b"}, "several servers are for cluster = true"),
             ({"url": "unix:///x", "cluster": True}, "neither numbered databases nor a Unix socket"),

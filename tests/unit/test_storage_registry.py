@@ -39,6 +39,15 @@ class TestOpening:
             assert backend.capabilities().name in known_backends()
             backend.close()
 
+    def test_which_have_no_capacity_among_their_options(self, tmp_path: Path) -> None:
+        for name in registry.WITHOUT_CAPACITY:
+            with pytest.raises(StorageConfigError, match="has no option 'capacity_bytes'"):
+                open_backend(name, {"capacity_bytes": "1 MiB"})
+        for name in registry.BUILT_IN.keys() - registry.WITHOUT_CAPACITY:
+            place = {} if name == "memory" else {"path": str(tmp_path)}
+            with pytest.raises(StorageConfigError, match="capacity_bytes='much' is not a size"):
+                open_backend(name, {**place, "capacity_bytes": "much"})
+
     def test_unknown_name(self) -> None:
         with pytest.raises(StorageConfigError, match="no storage backend is called 'fil'; did you mean 'file'"):
             open_backend("fil", {})
