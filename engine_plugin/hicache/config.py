@@ -58,6 +58,11 @@ class CacheConfig:
     node_address: str = PRIVATE
     group: str = "engine"
 
+    @property
+    def prefetch_threshold_pages(self) -> int:
+        """The same in whole pages: what is missing is never a part of one, and less than one is nothing to ask for."""
+        return max(1, -(-self.prefetch_threshold_tokens // self.page_size))
+
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {self.page_size}")

@@ -96,14 +96,13 @@ class HybridCacheController(RadixCache):
         self._backup = Backup(tree, self._client, lower.num_frames, counts)
         self._writer = Writer(tree, self._frames, transfer, self._store_worker, counts, self._written)
         self._loads = LoadBack(tree, self._pages, self._frames, transfer, self._load_worker, counts, load_patience_s)
-        threshold_pages = -(-config.prefetch_threshold_tokens // config.page_size)
         self._reads = Reads(
             tree,
             self._client,
             self._frames,
             counts,
             config.page_size,
-            threshold_pages=threshold_pages,
+            threshold_pages=config.prefetch_threshold_pages,
             parents_on_host=WRITE_RULES[config.write_policy].on_insert,
             write=self._writer.start,
         )
@@ -116,7 +115,7 @@ class HybridCacheController(RadixCache):
             clock.now,
             page_size=config.page_size,
             page_tokens=config.page_size,
-            threshold_pages=threshold_pages,
+            threshold_pages=config.prefetch_threshold_pages,
             on_adopted=self._backup.adopted,
         )
 

@@ -90,7 +90,7 @@ class SchedulerCore:
         self._page_tokens = config.page_size
         self._page_bytes = attachment.region.frame_bytes
         self._load_threshold_tokens = config.load_back_threshold_tokens
-        self._threshold_pages = -(-config.prefetch_threshold_tokens // config.page_size)
+        self._threshold_pages = config.prefetch_threshold_pages
         self._tree = RadixTree(WORDS, attachment.namespace, wrapped_scheme=settings.scheme)
         self._news = HostNews(attachment.region.num_frames) if settings.wants_news else None
         on_freed = None if self._news is None else self._news.freed

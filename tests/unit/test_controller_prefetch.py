@@ -643,6 +643,15 @@ def test_an_anchor_is_locked_from_the_lookup_to_the_end(backend: ScriptedBackend
         finish(rig, handle)
 
 
+@pytest.mark.parametrize("threshold", [0, 1, PAGE - 1, PAGE])
+def test_a_threshold_below_a_page_is_one_page_and_no_less(backend: ScriptedBackend, threshold: int) -> None:
+    """What is missing is whole pages, so that no value has to be changed for it to have its meaning."""
+    with new_rig(backend, prefetch_threshold_tokens=threshold) as rig:
+        assert rig.run(TOKENS[: PAGE + 1]).storage == PAGE
+        assert rig.run(prompt(2, PAGE)).total == 0
+        assert rig.prefetch_ends() == {"complete": 1, "below_threshold": 1}
+
+
 def test_thresholds_are_at_least_a_page() -> None:
     small = replace(CONFIG, prefetch_threshold_tokens=1)
     with new_rig(open_backend({}), config=small) as rig:
