@@ -116,6 +116,7 @@ class RegionDrop(StrEnum):
     MEMORY = "memory"  # a new region needed the memory
     DESCRIPTORS = "descriptors"  # a new session needed the file descriptors
     DESCRIPTORS_LOST = "descriptors_lost"  # the same, and the engine may live: it has the region still, and offers it
+    UNPROVEN = "unproven"  # its engine was never seen, nor its lock; it may live as well
     NODE_CLOSED = "node_closed"
 
 

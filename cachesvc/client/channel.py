@@ -113,10 +113,10 @@ class ChannelClient(CacheClient):
             return self._begin_alone(request, request.offer)
         try:
             region = region_of(greeted, request)
+            self._begin(request, region)
         except OSError:
             greeted.close()
             raise
-        self._begin(request, region)
         self._connect(greeted)
         welcome = self._welcome
         return Attachment(

@@ -76,7 +76,7 @@ class Reconnector:
         self._has_doubts = before.has_reads
         self._attach_timeout_s = attach_timeout_s
         self._wake = wake
-        self._last_refusal = ""
+        self._last_reason = ""
         self._is_over = threading.Event()
         self._sock: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="cachesvc-reconnect", daemon=True)
@@ -108,10 +108,10 @@ class Reconnector:
                 if self._attempt():
                     return
             except AttachRefused as refused:
-                self._note(str(refused))
+                self._note(refused.result, str(refused))
                 retry_s = min(2 * retry_s, MAX_REFUSED_RETRY_S)
             except OSError as away:
-                self._note(str(away))
+                self._note(str(away), str(away))
                 retry_s = min(ABSENT_GROWTH * retry_s, MAX_ABSENT_RETRY_S)
             except Exception:
                 logger.exception("looking for the node failed")
@@ -159,8 +159,8 @@ class Reconnector:
         self.news.append(news)
         self._wake()
 
-    def _note(self, refusal: str) -> None:
-        """Once per reason: a node may stay away for days."""
-        if refusal != self._last_refusal:
-            logger.warning("no session with the node: %s", refusal)
-        self._last_refusal = refusal
+    def _note(self, reason: str, message: str) -> None:
+        """Once per reason: a node may stay away for days, and a refusal say with every try what it has now."""
+        if reason != self._last_reason:
+            logger.warning("no session with the node: %s", message)
+        self._last_reason = reason

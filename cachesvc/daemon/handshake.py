@@ -24,6 +24,7 @@ from cachesvc.daemon.connection import Connection
 from cachesvc.daemon.desk import Desk
 from cachesvc.daemon.port import Opened, SessionOpener
 from cachesvc.node.hand_over import StillBusy
+from cachesvc.node.sessions import NO_PEER, UNSEEN
 from cachesvc.outcomes import AttachResult, Reject
 from cachesvc.printable import printable
 from cachesvc.rpc import channel_pb2, codec, common_pb2
@@ -54,7 +55,7 @@ class Handshake:
         self._desk = desk
         self._who = "a client"
         self._fds: list[int] = []
-        self._peer = _pidfd(sock)
+        self._peer = pidfd_of(sock)
         self._is_handed_over = False
         self.task = desk.loop.create_task(self._guarded())
         desk.handshakes.add(self)
@@ -217,10 +218,15 @@ def _discard(opened: Opened) -> None:
         os.close(fd)
 
 
-def _pidfd(sock: socket.socket) -> int:
-    """A pidfd of the process that connected; -1 where it is in another namespace, or has gone already."""
+def pidfd_of(sock: socket.socket) -> int:
+    """A pidfd of the process that connected; NO_PEER where it has gone already, UNSEEN where it cannot be looked at: it
+    is in another namespace, or descriptors are short."""
     pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if pid <= 0:
+        return UNSEEN
     try:
-        return os.pidfd_open(pid) if pid > 0 else -1
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return NO_PEER
     except OSError:
-        return -1
+        return UNSEEN

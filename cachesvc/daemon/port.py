@@ -102,5 +102,6 @@ class SessionOpener(ABC):
     @abstractmethod
     def open(self, hello: channel_pb2.Hello, fds: Sequence[int], peer: int) -> Opened:
         """Opens a session; may block for seconds (memory is cleared), on a thread of its own. `fds` came with the
-        hello and `peer` is a pidfd of the client's process, -1 where that cannot be seen; they stay the caller's.
-        AttachRefused; BadMessage; StillBusy, instead of waiting for somebody else's work: to be called again."""
+        hello and `peer` is a pidfd of the client's process, less than 0 where that cannot be seen; they stay the
+        caller's. AttachRefused; BadMessage; StillBusy, instead of waiting for somebody else's work: to be called
+        again."""

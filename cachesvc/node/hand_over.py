@@ -4,7 +4,8 @@ DESIGN. A region has one manager at any time, and it changes hands here only: af
 ended, and after that manager detached or is *proven dead*. A closed connection proves nothing; the proof is the lock
 that an engine holds on its region's memory as long as any of its processes maps it, and the exit of the process at the
 other end of the connection where the door sees it. A process that was never seen holding the lock is not dead because
-the lock is free, while it can be seen to run.
+the lock is free, while it can be seen to run. One that cannot be seen at all, and never held it, may yet map what it
+was sent: no successor gets its region, which is forgotten in time.
 
 What a client offers is known by its two files, as whoever has the memory can write any region id into it. Memory that
 is another region's in part, or that the node manages itself, is nobody's to offer. Memory that is not there (a memfd is
@@ -27,7 +28,7 @@ from cachesvc.node.attach import Roster
 from cachesvc.node.descriptors import Descriptors
 from cachesvc.node.kept import Claim
 from cachesvc.node.parts import Parts
-from cachesvc.node.sessions import NO_PEER, Grant, Session
+from cachesvc.node.sessions import NO_PEER, UNSEEN, Grant, Session
 from cachesvc.outcomes import AttachResult, OpEnd, RegionDrop, RegionSource, Unfit
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,9 @@ def is_engine_dead(session: Session) -> bool:
     if is_held:
         session.was_held = True
         return False
-    return session.was_held or session.peer == NO_PEER or has_exited(session.peer)
+    if session.was_held or session.peer == NO_PEER:
+        return True
+    return session.peer != UNSEEN and has_exited(session.peer)
 
 
 class HandOver:
@@ -131,9 +134,14 @@ class HandOver:
                     session.end(OpEnd.LOST)
 
     def drop_expired(self) -> None:
-        """Drops the kept regions that nobody came for in time."""
+        """Drops the kept regions that nobody came for in time, and those of engines whose death nobody can prove."""
+        now_s = self._parts.clock.now()
         with self._parts.state:
-            expired = self._parts.kept.take_expired(self._parts.clock.now())
+            expired = self._parts.kept.take_expired(now_s)
+            for session in [one for one in self._roster if one.is_lost and one.is_idle]:
+                is_unproven = session.peer == UNSEEN and not session.was_held
+                if is_unproven and now_s - session.lost_since_s >= self._parts.options.keep_regions_s:
+                    self._forget(session, RegionDrop.UNPROVEN)
         for kept in expired:
             self._parts.kept.drop(kept, RegionDrop.EXPIRED)
 
@@ -165,10 +173,13 @@ class HandOver:
             if session is None:
                 return False
             logger.warning("session %d, lost, is forgotten: %s", session.session_id, shortage)
-            self._parts.counters.regions_dropped.inc(1, RegionDrop.DESCRIPTORS_LOST)
-            self._roster.leave(session)
-            session.end_without_region()
+            self._forget(session, RegionDrop.DESCRIPTORS_LOST)
             return True
+
+    def _forget(self, session: Session, reason: RegionDrop) -> None:
+        self._parts.counters.regions_dropped.inc(1, reason)
+        self._roster.leave(session)
+        session.end_without_region()
 
     def _check_offered(self, offer: Region) -> None:
         """REFUSED_REGION: the memory is the node's own, or a part of some other region."""

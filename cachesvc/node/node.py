@@ -117,8 +117,8 @@ class Node:
     def attach(self, request: AttachRequest, *, peer: int = NO_PEER, waits: bool = True) -> Session:
         """Opens a session with a region of its own: a new one, or one with a past (see `AttachRequest`). Blocks while
         memory is cleared or a directory is read, and for ops of the session before. `peer`: a pidfd of the engine's
-        process; it stays the caller's. AttachRefused: see its message. Without `waits`, StillBusy instead of waiting
-        for anybody: it is not counted, as the caller asks again."""
+        process (it stays the caller's), NO_PEER or UNSEEN. AttachRefused: see its message. Without `waits`, StillBusy
+        instead of waiting for anybody: it is not counted, as the caller asks again."""
         try:
             session = self._attach(request, peer, waits)
         except StillBusy:
@@ -325,7 +325,7 @@ class Node:
             # Once more: the memory took its time, and somebody else may have attached meanwhile.
             self._check_attach(request)
             self._roster.check_region(grant.region)
-            own_peer = peer if peer == NO_PEER else os.dup(peer)
+            own_peer = os.dup(peer) if peer >= 0 else peer
             session = Session(next(self._ids), request, self._parts, grant, warning, own_peer)
             self._roster.enter(session)
             return session

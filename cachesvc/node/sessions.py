@@ -25,6 +25,9 @@ from cachesvc.outcomes import OpEnd, RegionSource
 
 I32 = NDArray[np.int32]
 NO_PEER = -1
+"""There is no process to be seen to run: it has ended before anybody could look, or the engine is in this process."""
+UNSEEN = -2
+"""The process is another's to see: it has a PID namespace of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +148,8 @@ class FrameSession:
 class Session(FrameSession):
     """One attached engine (or one rank of it).
 
-    `peer` is a pidfd of the engine's process, the session's own, or NO_PEER. Lost: the connection broke, and the region
-    is the engine's until it comes back or is proven dead.
+    `peer` is a pidfd of the engine's process, the session's own, or NO_PEER or UNSEEN. Lost: the connection broke, and
+    the region is the engine's until it comes back or is proven dead.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class Session(FrameSession):
         self.is_lost = False
         self._keeps_region = True
         self.dead_since_s: float | None = None
+        self.lost_since_s = 0.0
 
     @property
     def is_enabled(self) -> bool:
@@ -179,6 +183,8 @@ class Session(FrameSession):
     def lose(self) -> None:
         """The connection broke. Ops are given up; nothing is known about the engine, so the region stays its."""
         self.shortcut.stop()
+        if not self.is_lost:
+            self.lost_since_s = self.parts.clock.now()
         self.is_lost = self.is_draining = True
         self.give_up_all(OpEnd.LOST)
 
@@ -193,7 +199,7 @@ class Session(FrameSession):
         self.release()
 
     def release(self) -> None:
-        if self.peer != NO_PEER:
+        if self.peer >= 0:
             os.close(self.peer)
             self.peer = NO_PEER
         super().release()

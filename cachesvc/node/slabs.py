@@ -43,7 +43,8 @@ Keys = NDArray[np.uint8]
 
 
 class Suspect:
-    """Frames of a lost client, which may still write them. Owns `peer`, a pidfd of the client's process, or NO_PEER."""
+    """Frames of a lost client, which may still write them. Owns `peer`, a pidfd of the client's process, or less than 0
+    where that cannot be seen."""
 
     def __init__(self, session_id: int, frames: I32, peer: int) -> None:
         self.session_id = session_id
@@ -53,11 +54,11 @@ class Suspect:
     def is_dead(self, region: Region) -> bool:
         """Proof that the client writes no more: its process has ended or, where that cannot be seen, no client holds
         the region's memory at all."""
-        return has_exited(self._peer) if self._peer != NO_PEER else not region.is_held(Side.ENGINE)
+        return has_exited(self._peer) if self._peer >= 0 else not region.is_held(Side.ENGINE)
 
     def close(self) -> None:
         """The question is settled."""
-        if self._peer != NO_PEER:
+        if self._peer >= 0:
             os.close(self._peer)
             self._peer = NO_PEER
 

@@ -91,7 +91,7 @@ class StoreSession:
         self.max_held_pages = max(1, num_frames // 2)
         self.max_pages = min(self.max_held_pages, self.max_keys, max(1, options.slice_bytes // slab.region.frame_bytes))
         self._ids = ids
-        self._peer = peer if peer == NO_PEER else os.dup(peer)
+        self._peer = os.dup(peer) if peer >= 0 else peer
         self._last_call = 0
         self._grants: dict[int, Grant] = {}
         self._reads: dict[int, Read] = {}

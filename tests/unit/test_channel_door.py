@@ -5,18 +5,24 @@ import errno
 import os
 import socket
 import stat
+import struct
 import threading
 
 import numpy as np
 import pytest
+from cachekernels.region import Region, Side
 from cachekernels.wires import Exchange
 
 from cachesvc.client.base import AttachRefused, AttachRequest, NodeAway
+from cachesvc.client.channel import ChannelClient
+from cachesvc.client.connect import dial_socket
 from cachesvc.client.greeting import greet, new_hello
 from cachesvc.daemon.desk import ChannelOptions, RefusalLog
+from cachesvc.daemon.handshake import Handshake, pidfd_of
 from cachesvc.node.node import Node
 from cachesvc.node.ops import OpState
 from cachesvc.node.parts import NodeOptions
+from cachesvc.node.sessions import NO_PEER, UNSEEN
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult
 from cachesvc.rpc import channel_pb2, codec
@@ -390,15 +396,87 @@ def test_a_bug_in_opening_is_a_refusal(node, door, monkeypatch):
     assert refused.value.result is AttachResult.REFUSED_FAILED
 
 
+@pytest.mark.parametrize(
+    ("number", "what"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "whole machine"), (errno.ENOMEM, "memory")]
+)
+def test_what_the_node_is_short_of_is_a_refusal_that_passes(node, door, monkeypatch, number, what):
+    def short(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node, "attach", short)
+        with pytest.raises(AttachRefused, match=f"{what}.*try again later") as refused:
+            RawClient(door.path)
+    assert refused.value.result is AttachResult.REFUSED_BUSY
+    assert node.counters.attaches.value("refused_busy") == 1
+    with RawClient(door.path) as client:
+        client.ping()
+
+
+def test_a_socket_that_fails_in_its_hello_is_closed_and_the_next_one_served(node, monkeypatch):
+    def reset(*_):
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    with RunningDoor(node) as door:
+        with monkeypatch.context() as patch:
+            patch.setattr(Handshake, "_receive", reset)
+            with connected(door.path) as sock:
+                sock.sendall(b"x")
+                with contextlib.suppress(ConnectionResetError):  # what was sent has not been read
+                    assert sock.recv(1) == b""
+        with RawClient(door.path) as client:
+            client.ping()
+        assert not door.door._desk.handshakes
+    assert node.registry.snapshot()["cachesvc_channel_exceptions_total"] == 0
+
+
+def test_an_engine_that_cannot_hold_its_region_is_not_attached(node, door, monkeypatch):
+    """Nobody could tell its death: its session ends at once, and it is told why."""
+    hold = Region.hold
+
+    def without_proc(region, side, **more):
+        if side is Side.ENGINE:
+            raise FileNotFoundError(errno.ENOENT, "/proc is not mounted")
+        hold(region, side, **more)
+
+    monkeypatch.setattr(Region, "hold", without_proc)
+    client = ChannelClient(dial_socket(door.path))
+    with pytest.raises(FileNotFoundError, match="/proc is not mounted"):
+        client.attach(AttachRequest(IDENTITY, "g", 8, IDENTITY.page_bytes()))
+    while not node.counters.sessions_lost.value():
+        door.turn()
+    client.detach()
+
+
+class Peer:
+    """A socket whose other end is the process with this pid; 0 where the kernel does not say."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def getsockopt(self, *_):
+        return struct.pack("3i", self.pid, 0, 0)
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_one_that_has_gone(monkeypatch):
+    assert pidfd_of(Peer(0)) == UNSEEN
+    for number, expected in ((errno.ESRCH, NO_PEER), (errno.EMFILE, UNSEEN), (errno.EPERM, UNSEEN)):
+
+        def fails(_, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "pidfd_open", fails)
+        assert pidfd_of(Peer(1)) == expected
+
+
 def test_a_connection_that_cannot_be_watched_is_a_lost_session(node, door, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, "too many watches")
 
     with monkeypatch.context() as patch:
         patch.setattr(Exchange, "add", full)
-        client = RawClient(door.path, "g")
-        with client, pytest.raises((NodeAway, OSError)):
-            client.ping()
+        with RawClient(door.path, "g") as client:
+            assert client.is_closed()
     assert "too many watches" in caplog.text
     assert all(session.is_lost for session in node.report().sessions)  # its engine may come back with the region
     with RawClient(door.path, "g") as client:

@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from cachesvc.clock import ManualClock
 from cachesvc.node import hand_over
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
+from cachesvc.node.sessions import UNSEEN
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Decline, OpEnd
 from storage_backends.base import Outcome
@@ -208,6 +210,35 @@ def test_the_newest_of_two_is_taken_first_and_each_once(node):
     second.client.detach()
     assert [attach(node).region.region_id for _ in range(2)] == ids[::-1]
     assert attach(node).region.region_id not in ids
+
+
+def test_two_heirs_at_once_do_not_get_one_region(node, monkeypatch):
+    """The second one comes between the choice of a region and its leaving the list."""
+    engine = filled(node)
+    engine.client.detach()
+    kept, state, sessions, came = node._parts.kept, node._parts.state, [], []
+    take = kept._take
+
+    def come_between():
+        came.append(state.acquire(blocking=False))
+        if came[0]:
+            state.release()
+        sessions.append(attach(node))
+
+    def chosen(one):
+        monkeypatch.setattr(kept, "_take", take)
+        second.start()
+        while not came:
+            pass
+        if came[0]:
+            second.join()
+        return take(one)
+
+    second = threading.Thread(target=come_between)
+    monkeypatch.setattr(kept, "_take", chosen)
+    sessions.append(attach(node))
+    second.join()
+    assert sorted(session.region.region_id == engine.region.region_id for session in sessions) == [False, True]
 
 
 def test_it_goes_when_nobody_came_in_time(node, clock):
@@ -420,6 +451,43 @@ def test_a_free_lock_is_proof_where_it_has_been_seen_taken(node, peer):
     node.lost(session)
     node.tick()
     assert states(node) == [0, 0, 1]
+
+
+@pytest.fixture
+def unseen(node):
+    """An engine in a PID namespace of its own, whose connection broke before it held what it was sent."""
+    session = node.attach(AttachRequest(IDENTITY, "a", 8, PAGE_BYTES), peer=UNSEEN)
+    region = Region.open(session.region.data_fd, session.region.directory_fd)
+    node.lost(session)
+    node.tick()
+    yield session, region
+    region.close()
+
+
+def test_a_free_lock_proves_nothing_about_a_process_that_nobody_can_see(node, unseen):
+    _, region = unseen
+    assert states(node) == [0, 1, 0]
+    assert attach(node).region.region_id != region.region_id
+    region.hold(Side.ENGINE)  # it lived, and was late
+    node.tick()
+    region.close()
+    node.tick()
+    assert states(node)[1:] == [0, 1]
+
+
+def test_a_region_whose_engine_cannot_be_proven_dead_is_forgotten_in_time(node, clock, unseen):
+    session, region = unseen
+    clock.advance(KEEP_S - 1)
+    node.tick()
+    assert states(node) == [0, 1, 0]
+    clock.advance(1)
+    node.tick()
+    assert states(node) == [0, 0, 0]
+    assert node.counters.regions_dropped.value("unproven") == 1
+    assert not region.is_held(Side.NODE), "nothing of the node touches it"
+    region.hold(Side.ENGINE)
+    attach(node, offer=region, previous=session.session_id)
+    assert node.counters.regions_granted.value("offered") == 1
 
 
 def test_the_exit_of_one_process_proves_nothing_while_another_holds_the_region(node, peer):

@@ -10,6 +10,7 @@ from cachekernels.objects import Admission, ObjectIndex, Removal
 from numpy.typing import NDArray
 
 from storage_backends.testing.objects import make_ids
+from tests.helpers.lost_memory import LostMemory
 
 
 def ones(count: int) -> NDArray[np.bool_]:
@@ -221,3 +222,19 @@ def test_wrong_arguments_change_nothing() -> None:
     index.settle(reservation, np.zeros(0, dtype=np.uint8))
     index.commit(reservation, np.zeros(2, dtype=np.bool_))
     assert index.usage().total_bytes == 0
+
+
+def test_a_shared_count_whose_memory_is_gone_is_full() -> None:
+    """Its file was cut by somebody else; the process lives, and nothing is promised any more."""
+    with LostMemory() as lost:
+        index = ObjectIndex(1000, lost.address)
+        ids = make_ids(2)
+        reservation = index.reserve(ids, sizes(2))
+        assert reservation.num_victims == 0
+        index.settle(reservation, np.zeros(0, dtype=np.uint8))
+        assert reservation.admission().tolist() == [Admission.NO_SPACE] * 2
+        index.commit(reservation, ones(2))
+        index.adopt(ids, sizes(2), ones(2))
+        index.forget(ids, ones(2), counted=True, as_of=index.moment())
+        usage = index.usage()
+        assert (usage.total_bytes, usage.reserved_bytes, usage.objects) == (1000, 0, 0)

@@ -3,6 +3,8 @@
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -159,3 +161,28 @@ def test_whoever_keeps_the_exclusive_lock_cannot_block_a_hold_for_good(region: R
     os.close(fd)
     region.hold(Side.ENGINE)
     assert region.is_held(Side.ENGINE)
+
+
+WITHOUT_PROC = """
+import os
+from cachekernels.region import Region, Side
+region = Region.create(4, 5000, touch_threads=0)
+try:
+    region.hold(Side.ENGINE)
+except FileNotFoundError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.system
+def test_without_proc_nobody_can_hold_and_the_error_says_so() -> None:
+    """Needs root, for mount."""
+    hidden = 'mount -t tmpfs none /proc && exec "$@"'
+    ended = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", hidden, "sh", sys.executable, "-c", WITHOUT_PROC],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout == "a region cannot be held where /proc is not mounted\n", ended.stderr
