@@ -49,6 +49,7 @@ class ObjectError(Exception):
         super().__init__(message)
 
 
+_LAST_NS = np.iinfo(np.int64).max
 Listing = list[tuple[str, int, int]]
 """(name, bytes, modified_ns) of some objects."""
 
@@ -174,7 +175,8 @@ class PerObjectBackend(StorageBackend):
                 return
             if found:
                 names, sizes, modified = zip(*found, strict=True)
-                yield ScanBatch(ids_of(list(names)), np.array(sizes, np.int64), np.array(modified, np.int64))
+                times = [min(one, _LAST_NS) for one in modified]  # media know years that have no number here
+                yield ScanBatch(ids_of(list(names)), np.array(sizes, np.int64), np.array(times, np.int64))
 
     def place(self) -> str:
         return self._store.place()

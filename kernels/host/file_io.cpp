@@ -80,6 +80,12 @@ int rename_new(int directory, const char* source, const char* target) {
     return unlinkat(directory, source, 0) == 0 ? 0 : errno;
 }
 
+// Whether somebody has put a folder, a pipe or the like under an object's name.
+bool is_foreign(int directory, const std::string& path) {
+    struct stat status;
+    return fstatat(directory, path.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0 && !S_ISREG(status.st_mode);
+}
+
 // Whether the open file starts with the segments' bytes (or all of it does, when it is shorter).
 bool starts_with(int fd, const Segments::Object& object) {
     uint8_t buffer[65536];
@@ -156,8 +162,9 @@ void FileIo::publish(const ObjectId* ids, const uint64_t* numbers, const uint8_t
     threads_.each(count, names_grain, [&](size_t i) {
         errors[i] = not_tried;
         if (!which[i]) return;
-        const std::string path = temporary_path(ids[i], numbers[i]);
-        errors[i] = rename_new(directory_, path.c_str(), page_path(ids[i]).c_str());
+        const std::string path = temporary_path(ids[i], numbers[i]), name = page_path(ids[i]);
+        errors[i] = rename_new(directory_, path.c_str(), name.c_str());
+        if (errors[i] == EEXIST && is_foreign(directory_, name)) errors[i] = EINVAL;  // as a read says
         if (errors[i]) unlinkat(directory_, path.c_str(), 0);
     });
 }
@@ -190,7 +197,8 @@ void FileIo::sizes(const ObjectId* ids, size_t count, int64_t* bytes) {
     threads_.each(count, names_grain, [&](size_t i) {
         struct stat status;
         const int result = fstatat(directory_, page_path(ids[i]).c_str(), &status, AT_SYMLINK_NOFOLLOW);
-        bytes[i] = result == 0 ? status.st_size : errno == ENOENT ? -1 : -1 - errno;
+        if (result == 0) bytes[i] = S_ISREG(status.st_mode) ? status.st_size : -1;
+        else bytes[i] = errno == ENOENT ? -1 : -1 - errno;
     });
 }
 

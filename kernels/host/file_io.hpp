@@ -37,8 +37,8 @@ class FileIo {
     // and discard. A file that failed is removed again.
     void write(const ObjectId* ids, const Segments& segments, const uint8_t* which, const int64_t* modified_ns,
                uint64_t* numbers, int32_t* errors);
-    // Gives temporary files their names; EEXIST (and the file is gone) where the object is there already. Files of
-    // objects that fail are removed.
+    // Gives temporary files their names; EEXIST (and the file is gone) where the object is there already, EINVAL where
+    // something is that is no file. Files of objects that fail are removed.
     void publish(const ObjectId* ids, const uint64_t* numbers, const uint8_t* which, size_t count, int32_t* errors);
     void discard(const ObjectId* ids, const uint64_t* numbers, const uint8_t* which, size_t count);
 

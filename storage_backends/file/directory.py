@@ -202,7 +202,8 @@ class ObjectDirectory(StorageBackend):
         with self._calls.call(), self._naming:
             result = outcomes(len(ids), Outcome.OK)
             unknown = np.flatnonzero(~self._index.objects.contains(ids))
-            self._index.remove_victims(self._index.objects.withdraw(ids))
+            for kept, why in zip(*self._index.remove_victims(self._index.objects.withdraw(ids)), strict=True):
+                result[(ids == kept).all(axis=1)] = ERRNO_OUTCOMES[why]
             if len(unknown):
                 asked = np.ascontiguousarray(ids[unknown])
                 result[unknown] = _outcomes_of(self._files.remove(asked, np.zeros(len(asked), dtype=np.bool_)))

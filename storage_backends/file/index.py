@@ -95,14 +95,16 @@ class FileIndex:
         if which.any():
             self.objects.forget(ids, which, counted=self.counts_found, as_of=as_of)
 
-    def remove_victims(self, reservation: Reservation) -> None:
-        """Remove what must leave for a reservation, then settle it."""
+    def remove_victims(self, reservation: Reservation) -> tuple[ObjectIds, NDArray[np.int32]]:
+        """Remove what must leave for a reservation, and settle it. Returns what could not be removed, and errnos."""
         victims, set_aside = reservation.victims()
         errors = self._files.remove(victims, set_aside) if len(victims) else np.zeros(0, dtype=np.int32)
         removal = np.full(len(victims), Removal.KEPT, dtype=np.uint8)
         removal[errors == 0] = Removal.REMOVED
         removal[errors == errno.ENOENT] = Removal.REMOVED if self.counts_found else Removal.VANISHED
         self.objects.settle(reservation, removal)
+        kept = removal == Removal.KEPT
+        return victims[kept], errors[kept]
 
     def look_again(self) -> bool:
         """There is no room, and nothing known that could leave: whether others may have put something that could, and

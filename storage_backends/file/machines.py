@@ -54,7 +54,8 @@ class Machine(ABC):
 
     @abstractmethod
     def stamps(self, now_ns: int, count: int) -> I64:
-        """int64[count]: times of modification for objects written now; later ones of a batch are older."""
+        """int64[count]: times of modification for objects written now; later ones of a batch are older, none older than
+        what a file system knows, whatever the clock says."""
 
     @abstractmethod
     def owned(self, found: FoundFiles) -> Bools:
@@ -100,7 +101,7 @@ class OneMachine(Machine):
             )
 
     def stamps(self, now_ns: int, count: int) -> I64:
-        return now_ns - np.arange(count, dtype=np.int64)
+        return np.maximum(now_ns - np.arange(count, dtype=np.int64), 0)
 
     def owned(self, found: FoundFiles) -> Bools:
         return np.ones(len(found.ids), np.bool_)
@@ -141,7 +142,7 @@ class SharedMachines(Machine):
     def stamps(self, now_ns: int, count: int) -> I64:
         # About a millisecond from page to page: batches that follow each other faster than that are mixed in the order
         # of eviction. Never behind the batch before would run ahead of the clock for as long as the machine is busy.
-        return (now_ns // _OWNERS - np.arange(count, dtype=np.int64)) * _OWNERS + self.owner
+        return np.maximum(now_ns // _OWNERS - np.arange(count, dtype=np.int64), 0) * _OWNERS + self.owner
 
     def owned(self, found: FoundFiles) -> Bools:
         return np.equal(found.modified_ns % _OWNERS, self.owner)

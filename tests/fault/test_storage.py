@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -678,7 +678,8 @@ class TestResources:
             for _ in range(steps):
                 ids = np.ascontiguousarray(pool[random.choice(len(pool), batch, replace=False)])
                 good = random.random(batch) < 0.7
-                outcomes |= set(backend.put_from(ids, pages.segments(), lambda good=good: good).tolist())
+                for _ in range(2):
+                    outcomes |= set(backend.put_from(ids, pages.segments(), lambda good=good: good).tolist())
                 for object_id in ids[:2]:
                     if not path_of(tmp_path, object_id).is_dir():
                         path_of(tmp_path, object_id).unlink(missing_ok=True)
@@ -738,6 +739,58 @@ class TestResources:
 
 def raise_lookup_error() -> NDArray[np.bool_]:
     raise LookupError("from the guard")
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_under_an_objects_name_is_no_object(
+    tmp_path: Path, make: Callable[[Path], None], is_alone: bool
+) -> None:
+    """A put says so, and no `exists`: the page would count as stored for ever. With others attached, too, when the disk
+    is asked."""
+    ids, pages = make_ids(2), Buffers.make(2, OBJECT_BYTES, seed=1)
+    in_its_place = path_of(tmp_path, ids[0])
+    in_its_place.parent.mkdir()
+    make(in_its_place)
+    with opened(tmp_path) as backend, opened(tmp_path) if not is_alone else nullcontext():
+        for _ in range(2):
+            assert backend.contains(ids[:1].copy()).tolist() == [Outcome.MISS]
+            assert backend.sizes(ids[:1].copy()).tolist() == [-1]
+            assert backend.put_from(ids, pages.segments())[0] == Outcome.FAILED
+        assert backend.contains(ids).tolist() == [Outcome.MISS, Outcome.OK]
+        assert (backend.usage().used_bytes, backend.usage().objects) == (OBJECT_BYTES, 1)
+        assert below(tmp_path, "??/*.tmp") == []
+
+
+def test_what_cannot_be_removed_is_not_said_to_be_gone(tmp_path: Path) -> None:
+    ids, pages = make_ids(3), Buffers.make(3, OBJECT_BYTES, seed=1)
+    with opened(tmp_path) as backend:
+        backend.put_from(ids, pages.segments())
+        path_of(tmp_path, ids[1]).unlink()
+        path_of(tmp_path, ids[1]).mkdir()
+        path_of(tmp_path, ids[2]).unlink()
+        assert backend.delete(ids[[0, 1, 1, 2]]).tolist() == [
+            Outcome.OK,
+            Outcome.FAILED,
+            Outcome.FAILED,
+            Outcome.OK,
+        ]
+        path_of(tmp_path, ids[1]).rmdir()
+        assert backend.delete(ids[1:2].copy()).tolist() == [Outcome.OK]
+        assert backend.usage().used_bytes == 0
+
+
+@pytest.mark.parametrize("machine", ["", "a"])
+@pytest.mark.parametrize("now_ns", [-(10**18), 0, 1, 2**63 - 1])
+def test_no_clock_is_so_wrong_that_nothing_can_be_put(tmp_path: Path, now_ns: int, machine: str) -> None:
+    """A machine without one starts in 1970."""
+    config = FileConfig.parse({"path": tmp_path, "capacity_bytes": 100 * OBJECT_BYTES, "machine": machine})
+    ids, pages = make_ids(4), Buffers.make(4, OBJECT_BYTES, seed=1)
+    for expected in (Outcome.OK, Outcome.EXISTS):
+        with closing(FileBackend(config, clock_ns=lambda: now_ns)) as backend:
+            assert backend.wait_ready(HANG_S)
+            assert backend.put_from(ids, pages.segments()).tolist() == [expected] * 4
+            assert backend.usage().used_bytes == 4 * OBJECT_BYTES
 
 
 def test_a_pipe_or_a_link_under_an_objects_name_is_no_object_and_holds_nobody_up(tmp_path: Path) -> None:

@@ -322,6 +322,18 @@ class TestOthers:
         assert store.remove(other) is store.write(other, b"page") is Outcome.OK
         assert not left.exists()
 
+    def test_a_time_that_no_number_holds_is_the_last_one(self, broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+        backend, _ = broken
+        put(backend)
+        info = {"type": "file", "size": SIZE, "mtime": 2e10}
+        ls = MemoryFileSystem.ls
+        monkeypatch.setattr(
+            BrokenFileSystem,
+            "ls",
+            lambda fs, path, **kw: [{**info, **one} if one["type"] == "file" else one for one in ls(fs, path, **kw)],
+        )
+        assert [batch.modified_ns.tolist() for batch in backend.scan()] == [[2**63 - 1]]
+
     def test_other_files_are_not_listed(self, tmp_path: Path) -> None:
         with closing(fsspec_backend({"url": f"file://{tmp_path}"})) as backend:
             put(backend)
