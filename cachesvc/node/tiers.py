@@ -304,12 +304,13 @@ class TierChain:
 def check_places(tiers: Sequence[Tier]) -> None:
     """ValueError names two tiers that are one place: each would count and give up the other's pages, and what one of
     them evicts would be written there again."""
-    first: dict[str, str] = {}
+    at: dict[str, Tier] = {}
     for tier in tiers:
         place = tier.backend.place()
-        if place and (other := first.setdefault(os.path.realpath(place), tier.name)) != tier.name:
+        if place and (other := at.setdefault(os.path.realpath(place), tier)) is not tier:
             raise ValueError(
-                f"tiers {other!r} and {tier.name!r} are both at {place}: take one of them out, or give it another place"
+                f"tiers {other.name!r} and {tier.name!r} are both at {place}: take one of them out, or give it another "
+                "place"
             )
 
 

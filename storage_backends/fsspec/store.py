@@ -130,7 +130,9 @@ class FsspecStore(ObjectStore):
         for shard in self._ls(self._root):
             if shard.get("type") == "directory":
                 entries = self._ls(shard["name"])
-                yield [found for entry in entries if (found := self._entry(entry)) is not None]
+                with self._failures(shard["name"]):
+                    listed = [found for entry in entries if (found := self._entry(entry)) is not None]
+                yield listed
         self._remove_leftovers()
 
     def place(self) -> str:
@@ -201,6 +203,8 @@ class FsspecStore(ObjectStore):
     def _failures(self, path: str) -> Iterator[None]:
         try:
             yield
+        except ObjectError:
+            raise
         except Exception as error:
             # File systems raise whatever their libraries raise.
             raise object_error(error, path, is_remote=self._is_remote) from error

@@ -100,7 +100,10 @@ class TestOptions:
     def test_sizes(self, text: object, expected: int) -> None:
         assert byte_size("capacity_bytes", text) == expected
 
-    @pytest.mark.parametrize("text", ["", "GiB", "1 XB", "-1", 0, "0 MiB", True, None, "0.1"])
+    @pytest.mark.parametrize(
+        "text",
+        ["", "GiB", "1 XB", "-1", 0, "0 MiB", True, None, "0.1", "9999999 TiB", "9" * 5000, "9" * 400 + ".5", "٣ MiB"],
+    )
     def test_bad_sizes(self, text: object) -> None:
         with pytest.raises(StorageConfigError, match="capacity_bytes="):
             byte_size("capacity_bytes", text)
