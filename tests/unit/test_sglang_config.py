@@ -1,9 +1,14 @@
 """The extra config of SGLang's launch line: what is ours is checked, what is SGLang's passes."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.sglang.config import SGLANGS_OWN, parse_config, parse_linker_config
+from engine_plugin.sglang.config import SGLANGS_OWN, StorageConfig, parse_config, parse_linker_config
+
+PAGE = Path(__file__).parents[2] / "docs" / "sglang.md"
 
 
 def test_defaults_and_everything():
@@ -51,3 +56,11 @@ def test_the_linker_asks_for_less_time_and_takes_our_keys_alone():
         parse_linker_config({"exists_timeout": 5})
     with pytest.raises(ConfigError, match="unknown key 'prefetch_threshold'"):
         parse_linker_config({"prefetch_threshold": 5})
+
+
+def test_the_page_has_every_key_and_no_other():
+    table = PAGE.read_text(encoding="utf-8").split("## Extra config")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {key for row in rows for key in re.findall(r"`(\w+)`", row)}
+    assert set(StorageConfig.model_fields) <= named
+    assert named - set(StorageConfig.model_fields) <= set(SGLANGS_OWN)
