@@ -115,6 +115,25 @@ class AdapterDigests:
         return digest
 
 
+class FilesSeen:
+    """The files of models and adapters as a process saw them first, soon after its engine had loaded them.
+
+    Where they have changed since, and the engine is to be named anew, which of the two it has loaded cannot be known.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[Path, object] = {}
+
+    def have_changed(self, place: Path) -> bool:
+        """Whether weights or configuration at `place`, a folder or a file, are others than they were at first."""
+        try:
+            files = [place] if place.is_file() else sorted(f for kind in ("*.json", *WEIGHTS) for f in place.glob(kind))
+            state = _state(files)
+        except OSError:
+            return place in self._states
+        return self._states.setdefault(place, state) != state
+
+
 def _weight_files(folder: Path) -> list[Path]:
     for pattern in WEIGHTS:
         files = sorted(folder.glob(pattern))

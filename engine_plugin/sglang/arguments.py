@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_spec
 
+from engine_plugin.models.checkpoint import FilesSeen
+from engine_plugin.sglang.identity import model_identity
+
 MODEL = (
     *("model_path", "revision", "download_dir", "load_format", "dtype", "quantization", "quantization_param_path"),
     *("kv_cache_dtype", "json_model_override_args", "modelopt_quant", "quantize_and_serve", "rl_quant_profile"),
@@ -16,10 +19,17 @@ SPECULATIVE = (
     *("speculative_draft_model_quantization", "uno_lora_path"),
 )
 LORA = ("enable_lora", "lora_paths")
+FILES_SEEN = FilesSeen()
+"""Of this process, whose engine is attached to storage once, or several times."""
 
 
-def arguments_in_effect() -> SimpleNamespace:
-    """Those that `identity.model_identity` looks at, by their names."""
+def identity_in_effect(revision: str | None) -> str:
+    """Names this engine's model. IdentityUnknown."""
+    return model_identity(_in_effect(), revision, FILES_SEEN)
+
+
+def _in_effect() -> SimpleNamespace:
+    """The arguments that `model_identity` looks at, by their names."""
     groups = (
         (get_model(), MODEL),
         (get_spec(), SPECULATIVE),

@@ -17,6 +17,7 @@ from typing import Any
 
 from cachesvc.identity import encode_value
 from engine_plugin.models.checkpoint import (
+    FilesSeen,
     IdentityUnknown,
     adapter_digest,
     checkpoint_place,
@@ -31,6 +32,7 @@ DECIDING_ARGUMENTS = (
     *("speculative_algorithm", "speculative_draft_model_quantization"),
 )
 WHERE_NAMED = "the extra config"
+CHANGED = "the files at {place} have changed since this engine was named first: which of the two it has cannot be known"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +61,20 @@ class PoolIdentity:
         return f"sglang/{hashlib.sha256(VERSION.encode() + encode_value(astuple(self))).hexdigest()}"
 
 
-def model_identity(args: Any, revision: str | None) -> str:
+def model_identity(args: Any, revision: str | None, seen: FilesSeen) -> str:
     """Names the weights, those of a draft model and of adapters too, and what is computed with them. `args`: SGLang's
-    arguments (arguments.py). `revision` stands for the weights. IdentityUnknown."""
-    weights = [_weights(args.model_path, args.revision, args, revision)]
+    arguments (arguments.py). `revision` stands for the weights. `seen`: of the engine's process. IdentityUnknown."""
+    weights = [_weights(args.model_path, args.revision, args, revision, seen)]
     draft = args.speculative_draft_model_path
     if draft is not None:
-        weights.append(_weights(draft, args.speculative_draft_model_revision, args, revision))
+        weights.append(_weights(draft, args.speculative_draft_model_revision, args, revision, seen))
     effective = {name: str(getattr(args, name)) for name in DECIDING_ARGUMENTS}
     effective["kv scales"] = _file_digest(args.quantization_param_path)
-    named = [weights, effective, _adapters(args, revision)]
+    named = [weights, effective, _adapters(args, revision, seen)]
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
-def _adapters(args: Any, revision: str | None) -> list[list[str]]:
+def _adapters(args: Any, revision: str | None, seen: FilesSeen) -> list[list[str]]:
     """Name, path and content of each adapter of the launch line. IdentityUnknown: one cannot be read, and no revision
     was given."""
     launched = [(str(one.lora_name), str(one.lora_path)) for one in args.lora_paths or () if args.enable_lora]
@@ -81,6 +83,8 @@ def _adapters(args: Any, revision: str | None) -> list[list[str]]:
     named = []
     for name, path in sorted(launched):
         place = checkpoint_place(path, None, args.download_dir)
+        if place is not None and seen.have_changed(place):
+            raise IdentityUnknown(f"{CHANGED.format(place=place)}; start the engine anew")
         digest = None if place is None else adapter_digest(place)
         if digest is None and revision is None:
             raise IdentityUnknown(
@@ -101,13 +105,15 @@ def _file_digest(path: str | None) -> str:
         return f"unread {path}"
 
 
-def _weights(model: str, model_revision: str | None, args: Any, revision: str | None) -> list[str]:
+def _weights(model: str, model_revision: str | None, args: Any, revision: str | None, seen: FilesSeen) -> list[str]:
     place = checkpoint_place(model, model_revision, args.download_dir)
     config = _config_digest(place)
     if revision is not None:
         return [f"revision {revision}", config or model]
     if str(args.load_format) == "dummy":
         return ["dummy", config or model]
+    if place is not None and seen.have_changed(place):
+        raise IdentityUnknown(f"{CHANGED.format(place=place)}; name the weights with model_revision in {WHERE_NAMED}")
     return [named_weights(model, place, WHERE_NAMED), config]
 
 

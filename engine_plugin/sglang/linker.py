@@ -27,11 +27,11 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from sglang.srt.runtime_context import get_parallel
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.sglang.arguments import arguments_in_effect
+from engine_plugin.sglang.arguments import identity_in_effect
 from engine_plugin.sglang.config import LINKER_WHERE, LinkerConfig, parse_linker_config
 from engine_plugin.sglang.core import KV, StorageCore
 from engine_plugin.sglang.host_pages import StraightPages, pages_in_buffers
-from engine_plugin.sglang.identity import PoolIdentity, model_identity
+from engine_plugin.sglang.identity import PoolIdentity
 from engine_plugin.sglang.linker_core import LinkerCore
 from engine_plugin.sglang.rank_store import PoolPlan
 from engine_plugin.sglang.storage import GEOMETRY, HEADS, slots_of
@@ -147,7 +147,7 @@ def _opened(config: LinkerConfig, pool: Any, pages: StraightPages) -> StorageCor
 
 def _identity(config: LinkerConfig, pool: Any, pages: StraightPages) -> PoolIdentity:
     return PoolIdentity(
-        model=model_identity(arguments_in_effect(), config.model_revision),
+        model=identity_in_effect(config.model_revision),
         engine=f"sglang {sglang.__version__}",
         pool=KV,
         kind=type(pool).__name__,

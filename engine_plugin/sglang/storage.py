@@ -29,7 +29,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_observability
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.sglang.arguments import arguments_in_effect
+from engine_plugin.sglang.arguments import identity_in_effect
 from engine_plugin.sglang.config import WHERE, parse_config
 from engine_plugin.sglang.core import KV, PoolNeed, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
@@ -41,7 +41,7 @@ from engine_plugin.sglang.host_pages import (
     pages_of,
     split_pages,
 )
-from engine_plugin.sglang.identity import PoolIdentity, model_identity
+from engine_plugin.sglang.identity import PoolIdentity
 from engine_plugin.sglang.metrics import PageSeries
 from engine_plugin.sglang.rank_store import PoolPlan
 
@@ -66,7 +66,7 @@ class CachesvcStorage(HiCacheStorage):
         self._is_v1 = bool(extra.get("interface_v1", 0))
         if storage_config.dcp_size > 1:
             raise ConfigError(f"{WHERE}: ranks that share out a page's tokens (dcp_size > 1) are not supported")
-        self._model = model_identity(arguments_in_effect(), self._config.model_revision)
+        self._model = identity_in_effect(self._config.model_revision)
         num_ranks = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
         has_shared_pages = storage_config.is_mla_model and storage_config.tp_size > 1
         self._series = self._new_series() if storage_config.enable_storage_metrics else None

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine_plugin.models.checkpoint import IdentityUnknown
-from engine_plugin.sglang.identity import PoolIdentity, model_identity
+from engine_plugin.models.checkpoint import FilesSeen, IdentityUnknown
+from engine_plugin.sglang import identity
+from engine_plugin.sglang.identity import PoolIdentity
 
 POOL = PoolIdentity(
     model="m",
@@ -50,6 +51,11 @@ def test_every_field_counts():
 
 def test_the_namespace_of_a_pool_stays_what_it_is():
     assert POOL.namespace() == "sglang/29fa32f8a906d90a4fb193df3603d372c456bfb8d178258bfbc218805e28b8a8"
+
+
+def model_identity(arguments, revision, seen=None):
+    """In a process of its own, or one that has seen files before."""
+    return identity.model_identity(arguments, revision, seen or FilesSeen())
 
 
 def args(path, **changes):
@@ -175,6 +181,24 @@ def test_adapters_of_the_launch_line_count_by_their_content(checkpoint, tmp_path
     ]
     assert len({before, *others}) == 7
     assert model_identity(with_adapters(checkpoint, first, enable_lora=False), None) == others[0], "not loaded at all"
+
+
+def test_files_that_changed_under_a_running_engine_name_it_no_longer(checkpoint, tmp_path):
+    """Whether it has loaded the new ones meanwhile is not known."""
+    seen = FilesSeen()
+    folder = adapter(tmp_path / "a", b"1")
+    arguments = with_adapters(checkpoint, ("a", folder))
+    assert model_identity(arguments, None, seen) == model_identity(arguments, None, seen)
+    adapter(tmp_path / "a", b"22")
+    for revision in (None, "r1"):
+        with pytest.raises(IdentityUnknown, match=r"files at .*/a have changed since .*; start the engine anew"):
+            model_identity(arguments, revision, seen)
+    with (checkpoint / "model.safetensors").open("ab") as weights:
+        weights.write(b"more")
+    with pytest.raises(IdentityUnknown, match=r"files at .*model have changed since .* model_revision"):
+        model_identity(args(checkpoint), None, seen)
+    assert model_identity(args(checkpoint), "r2", seen)
+    assert model_identity(args(made(tmp_path / "elsewhere", seed=1)), None, seen), "loaded from another folder"
 
 
 def test_an_adapter_that_cannot_be_read(checkpoint, tmp_path, monkeypatch):

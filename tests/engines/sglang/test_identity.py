@@ -12,6 +12,8 @@ import torch
 from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.runtime_context import get_context
 
+from engine_plugin.models.checkpoint import FilesSeen
+from engine_plugin.sglang import arguments
 from tests.engines.sglang import media
 from tests.engines.sglang.processes import Daemon
 from tests.engines.sglang.rig import CacheRig, Model, Storage, kv_of
@@ -127,7 +129,9 @@ def test_weights_that_were_loaded_from_elsewhere_meanwhile_are_another_model(
         assert np.array_equal(rig.on_device(TOKENS), kv_of(MODEL, TOKENS, identity="b"))
 
 
-def test_an_adapter_that_was_trained_on_in_its_folder_is_another(shared_daemon: Daemon, tmp_path: Path) -> None:
+def test_an_adapter_that_was_trained_on_in_its_folder_is_another(
+    shared_daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGLang's keys name adapters of the launch line by name and path."""
     model, folder = write_model(tmp_path / "model", 5), tmp_path / "adapter"
     folder.mkdir()
@@ -136,6 +140,7 @@ def test_an_adapter_that_was_trained_on_in_its_folder_is_another(shared_daemon: 
     found = []
     for content in (b"first", b"second", b"first"):
         (folder / "adapter_model.safetensors").write_bytes(content)
+        monkeypatch.setattr(arguments, "FILES_SEEN", FilesSeen())  # as in another process
         with CacheRig(MODEL, Storage(), model_path=str(model)) as rig:
             get_context().override("tests", enable_lora=True, lora_paths=[named])
             _attach(rig, shared_daemon)
