@@ -104,14 +104,16 @@ def store_keys(tenant: str, namespace: str, page_bytes: int, keys: NDArray[np.ui
     The node wraps them itself, so that no client can name a page of another tenant, whatever keys it sends. Each ends
     with the tag of its namespace, by which all of them can be found in memory and on any medium (docs/adr/0040).
     """
-    wrapped = wrap_hashes("sha256", _store_digest(namespace, page_bytes), scope_digest(tenant=tenant), keys)
+    wrapped = wrap_hashes(*store_wrapping(tenant, namespace, page_bytes), keys)
     wrapped[:, -TAG_BYTES:] = store_tag(tenant, namespace, page_bytes)
     return wrapped
 
 
 @lru_cache(maxsize=256)
-def _store_digest(namespace: str, page_bytes: int) -> bytes:
-    return hashlib.sha256(b"cs1/store" + encode_value((namespace, page_bytes))).digest()
+def store_wrapping(tenant: str, namespace: str, page_bytes: int) -> tuple[str, bytes, bytes]:
+    """Scheme, namespace and scope with which keys of node-managed memory are wrapped (`cachekernels.pages`)."""
+    digest = hashlib.sha256(b"cs1/store" + encode_value((namespace, page_bytes))).digest()
+    return "sha256", digest, scope_digest(tenant=tenant)
 
 
 @lru_cache(maxsize=256)

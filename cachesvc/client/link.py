@@ -1,4 +1,5 @@
-"""One connection to a node, after its Welcome: frames out and in; only `look_up` and `wait` block. For one thread.
+"""One connection to a node, after its Welcome: frames out and in; only `look_up`, `contains` and `wait`
+block. For one thread.
 
 LinkBroken (ConnectionError)   the other side has gone, or sends what cannot be meant; the link is of no use any more
 """
@@ -14,6 +15,7 @@ from cachekernels.wires import Wire
 from numpy.typing import NDArray
 
 from cachesvc.rpc.framing import FrameTooLong
+from storage_backends.base import Outcomes
 
 Keys = NDArray[np.uint8]
 
@@ -61,6 +63,14 @@ class Link:
         if num_pages < 0:
             self._check_sent()
         return num_pages
+
+    def contains(self, call: int, keys: Keys, timeout_s: float) -> tuple[int, Outcomes]:
+        """Asks node-managed memory which of `keys` [n, 32] can be had: n and an outcome for each; or UNANSWERED or
+        UNASKED, as above, and an array that means nothing."""
+        said, results = self._wire.contains(call, keys, timeout_s)
+        if said < 0:
+            self._check_sent()
+        return said, results
 
     def flush(self) -> None:
         """Sends what waits, as far as the socket takes it."""

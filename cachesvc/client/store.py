@@ -45,7 +45,7 @@ from cachesvc.client.store_arguments import (
 )
 from cachesvc.client.store_connection import ReconnectInCall, StoreConnection
 from cachesvc.client.store_hold import PageHold
-from cachesvc.client.store_link import LEAVE_TIMEOUT_S, NodeSilent, StoreLink
+from cachesvc.client.store_link import LEAVE_TIMEOUT_S, NodeSilent, StoreLink, body_of
 from cachesvc.client.store_reads import Reads
 from cachesvc.identity import store_keys
 from cachesvc.node.store_sessions import StoreRequest
@@ -178,7 +178,7 @@ class Store:
             if hold.num_pages < part.start:
                 return outcomes(part.stop - part.start, Outcome.MISS)
             asked = managed_pb2.ToStore(hold=managed_pb2.Hold(keys=keys[part].tobytes()))
-            found = _said(link.ask(asked, deadline_s), "found").found
+            found = body_of(link.ask(asked, deadline_s), "found").found
             results, frames = store_codec.outcomes_of(found.outcomes, part.stop - part.start), frames_of(found.frames)
             generations = store_codec.generations_of(found.generations)
             if not len(frames) == len(generations) == np.count_nonzero(results == Outcome.OK):
@@ -194,9 +194,7 @@ class Store:
         check_keys(keys)
 
         def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
-            message = managed_pb2.ToStore(contains=managed_pb2.Contains(keys=keys[part].tobytes()))
-            answer = link.ask(message, deadline_s)
-            return store_codec.outcomes_of(_said(answer, "held").held.outcomes, part.stop - part.start)
+            return link.contains(keys[part], deadline_s)
 
         return self._run(len(keys), one, timeout_s, lambda link: link.max_keys)
 
@@ -208,7 +206,7 @@ class Store:
         def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
             message = managed_pb2.ToStore(delete=managed_pb2.Delete(keys=keys[part].tobytes()))
             answer = link.ask(message, deadline_s)
-            return store_codec.outcomes_of(_said(answer, "deleted").deleted.outcomes, part.stop - part.start)
+            return store_codec.outcomes_of(body_of(answer, "deleted").deleted.outcomes, part.stop - part.start)
 
         return self._run(len(keys), one, timeout_s, lambda link: link.max_keys)
 
@@ -218,7 +216,7 @@ class Store:
 
         def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
             answer = link.ask(managed_pb2.ToStore(clear=managed_pb2.Clear()), deadline_s)
-            return outcomes(1, store_codec.outcome_of(_said(answer, "cleared").cleared))
+            return outcomes(1, store_codec.outcome_of(body_of(answer, "cleared").cleared))
 
         return Outcome(int(self._run(1, one, timeout_s, lambda link: 1)[0]))
 
@@ -311,7 +309,7 @@ class Store:
     def _put(self, link: StoreLink, keys: Keys, pages: PageMemory, depths: U32, deadline_s: float) -> Outcomes:
         reserve = managed_pb2.Reserve(keys=keys.tobytes(), depths=depths.tobytes())
         asked = managed_pb2.ToStore(reserve=reserve)
-        reserved = _said(link.ask(asked, deadline_s), "reserved").reserved
+        reserved = body_of(link.ask(asked, deadline_s), "reserved").reserved
         results, frames = store_codec.outcomes_of(reserved.outcomes, len(keys)), frames_of(reserved.frames)
         granted = np.flatnonzero(results == Outcome.OK)
         if len(granted) != len(frames):
@@ -329,12 +327,12 @@ class Store:
                 written = np.zeros(len(frames), np.bool_)
             commit = managed_pb2.Commit(reserved=asked.call, written=written.tobytes())
             answer = link.ask(managed_pb2.ToStore(commit=commit), deadline_s)
-            results[granted] = store_codec.outcomes_of(_said(answer, "committed").committed.outcomes, len(frames))
+            results[granted] = store_codec.outcomes_of(body_of(answer, "committed").committed.outcomes, len(frames))
         return results
 
     def _get(self, link: StoreLink, reads: Reads, part: slice, out: PageMemory, deadline_s: float) -> Outcomes:
         call, answer = reads.ask(link, part, deadline_s)
-        found = _said(answer, "found").found
+        found = body_of(answer, "found").found
         results, frames = store_codec.outcomes_of(found.outcomes, part.stop - part.start), frames_of(found.frames)
         generations = store_codec.generations_of(found.generations)
         there = np.flatnonzero(results == Outcome.OK)
@@ -349,13 +347,6 @@ class Store:
             except LinkBroken as error:  # what was read stays read
                 self._connection.drop(str(error))
         return results
-
-
-def _said(answer: managed_pb2.FromStore, expected: str) -> managed_pb2.FromStore:
-    """The answer, if it is of the kind expected. LinkBroken: it is not."""
-    if answer.WhichOneof("body") != expected:
-        raise LinkBroken(f"the node answered {answer.WhichOneof('body')}: {answer.error.message or 'not ' + expected}")
-    return answer
 
 
 def _path_of(address: str) -> Path:

@@ -11,7 +11,10 @@ from __future__ import annotations
 import contextlib
 import time
 
+import numpy as np
 from cachekernels.region import Region, RegionInvalid, Side
+from cachekernels.wires import Wire
+from numpy.typing import NDArray
 
 from cachesvc.client.base import NodeAway
 from cachesvc.client.greeting import Dial, Greeted, greet, new_hello
@@ -20,8 +23,12 @@ from cachesvc.node.store_sessions import StoreRequest
 from cachesvc.rpc import codec, managed_pb2, store_codec
 from cachesvc.rpc.codec import BadMessage
 from cachesvc.rpc.framing import to_frame
+from storage_backends.base import Outcomes
+
+Keys = NDArray[np.uint8]
 
 LEAVE_TIMEOUT_S = 1.0
+NOT_READ = "the node does not read"
 
 
 class NodeSilent(TimeoutError):
@@ -58,7 +65,28 @@ class StoreLink:
 
     def answer(self, message: managed_pb2.ToStore, deadline_s: float) -> managed_pb2.FromStore:
         """Waits for the answer to a call that was begun. LinkBroken, NodeSilent, BadMessage."""
-        while (answer := self._answers[message.call]) is None:
+        return self._answer(message.call, deadline_s)
+
+    def contains(self, keys: Keys, deadline_s: float) -> Outcomes:
+        """Asks which of `keys` [n, 32] can be had, and waits: uint8 [n]. What `ask` raises. An answer before which
+        nothing was said is read natively."""
+        self._call += 1
+        call, left_s = self._call, max(0.0, deadline_s - time.monotonic())
+        said, results = self._link.contains(call, np.ascontiguousarray(keys), left_s)
+        if said >= 0:
+            return results
+        if said == Wire.UNASKED:
+            raise LinkBroken(NOT_READ)
+        self._answers[call] = None
+        answer = body_of(self._answer(call, deadline_s), "held")
+        return store_codec.outcomes_of(answer.held.outcomes, len(keys))
+
+    def forget(self, message: managed_pb2.ToStore) -> None:
+        """Nobody takes the answer of this call any more."""
+        self._answers.pop(message.call, None)
+
+    def _answer(self, call: int, deadline_s: float) -> managed_pb2.FromStore:
+        while (answer := self._answers[call]) is None:
             if self._take_in():
                 continue
             remaining_s = deadline_s - time.monotonic()
@@ -66,12 +94,8 @@ class StoreLink:
                 raise NodeSilent("the node did not answer in time")
             self._link.flush()
             self._link.wait(remaining_s)
-        del self._answers[message.call]
+        del self._answers[call]
         return answer
-
-    def forget(self, message: managed_pb2.ToStore) -> None:
-        """Nobody takes the answer of this call any more."""
-        self._answers.pop(message.call, None)
 
     def _take_in(self) -> bool:
         """Answers that have arrived; False: none. Those that nobody waits for are let go."""
@@ -88,7 +112,7 @@ class StoreLink:
         self._call += 1
         message.call = self._call
         if not self._link.post(to_frame(message)):
-            raise LinkBroken("the node does not read")
+            raise LinkBroken(NOT_READ)
 
     def leave(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         """Ends the session in good order: nothing of the slab is used any more. Without time left the node is told
@@ -121,6 +145,13 @@ def open_link(dial: Dial, request: StoreRequest, boot_id: bytes, timeout_s: floa
         raise NodeAway(f"the node's slab cannot be mapped: {error}") from error
     finally:
         greeted.close_fds()
+
+
+def body_of(answer: managed_pb2.FromStore, expected: str) -> managed_pb2.FromStore:
+    """The answer, if it is of the kind expected. LinkBroken: it is not."""
+    if answer.WhichOneof("body") != expected:
+        raise LinkBroken(f"the node answered {answer.WhichOneof('body')}: {answer.error.message or 'not ' + expected}")
+    return answer
 
 
 def _slab(greeted: Greeted, request: StoreRequest) -> Region:

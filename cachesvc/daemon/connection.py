@@ -1,7 +1,7 @@
 """One session's connection, from its Welcome on: frames in, frames out, in order and bounded.
 
-DESIGN. Everything here runs on the loop's thread. The bytes are a native wire's, and lookups that the index can answer
-in full never come here (`cachekernels.wires.Exchange`). A connection is read while three things hold: its client reads
+DESIGN. Everything here runs on the loop's thread. The bytes are a native wire's, and what the index can answer in full
+never comes here (`cachekernels.wires.Exchange`). A connection is read while three things hold: its client reads
 what it is sent (else answers would pile up here), no call of it runs beside the loop (so that its messages keep their
 order), and it is not ending. Its events are fetched from the node under the same conditions, so that what a client
 does not read waits in the node, where it is bounded by the number of ops. A connection that ends by our doing is closed

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from cachekernels.wires import Exchange
 
 from cachesvc.daemon.port import SessionOpener
+from cachesvc.node.counters import OUTCOMES
 from cachesvc.node.node import Node
-from cachesvc.outcomes import AttachResult, Reject
+from cachesvc.outcomes import AttachResult, ManagedVerb, Reject
+from storage_backends.base import Outcome
 
 if TYPE_CHECKING:
     from cachesvc.daemon.connection import Connection
@@ -70,6 +72,7 @@ class ChannelCounters:
         counter = node.registry.counter
         self.attaches = node.counters.attaches
         self.lookup_pages = node.counters.lookup_pages
+        self.managed_pages = node.counters.managed_pages
         self.rejected = counter(
             "cachesvc_channel_rejected_total", "Messages not obeyed", reason=[str(reason) for reason in Reject]
         )
@@ -104,7 +107,9 @@ class Desk:
             self.connections[number].attend()
 
     def count_answered(self) -> None:
-        """Lookups that the exchange has answered by itself."""
+        """What the exchange has answered by itself."""
         num_pages = self.exchange.take_num_pages()
-        if num_pages:
-            self.counters.lookup_pages.inc(num_pages, "region")
+        if num_pages.looked_up:
+            self.counters.lookup_pages.inc(num_pages.looked_up, "region")
+        if num_pages.contained:
+            self.counters.managed_pages.inc(num_pages.contained, ManagedVerb.CONTAINS, OUTCOMES[Outcome.OK])

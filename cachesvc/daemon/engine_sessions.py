@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from cachekernels.region import Region, RegionInvalid
-from cachekernels.wires import LookupShortcut
+from cachekernels.wires import Shortcut
 from google.protobuf.message import Message
 
 from cachesvc.client.base import Declined
@@ -104,7 +104,7 @@ class EngineHandler(SessionHandler):
             "ping": self._ping,
         }
 
-    def shortcut(self) -> LookupShortcut | None:
+    def shortcut(self) -> Shortcut | None:
         return self._session.shortcut
 
     def handle(self, data: bytes, port: Port) -> None:
@@ -223,8 +223,8 @@ class EngineHandler(SessionHandler):
 
     def _new_op(self, op: int) -> int:
         shortcut = self._session.shortcut
-        if not shortcut.take_op(op):
-            raise BadMessage(Reject.BAD_OP, f"op {op} is not above {shortcut.last_op}, the last one")
+        if not shortcut.take(op):
+            raise BadMessage(Reject.BAD_OP, f"op {op} is not above {shortcut.last}, the last one")
         self._op = op
         return op
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cachekernels.wires import LookupShortcut
+from cachekernels.wires import Shortcut
 from google.protobuf.message import Message
 
 from cachesvc.outcomes import Reject
@@ -46,8 +46,8 @@ class SessionHandler(ABC):
     """One session of one client, from its Welcome on. It ends with one of `detach` and `lost`."""
 
     @abstractmethod
-    def shortcut(self) -> LookupShortcut | None:
-        """What may answer lookups before they come to `handle`, as `handle` would; None: there is no such thing."""
+    def shortcut(self) -> Shortcut | None:
+        """What may answer messages before they come to `handle`, as `handle` would; None: there is no such thing."""
 
     @abstractmethod
     def handle(self, data: bytes, port: Port) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from cachekernels.wires import LookupShortcut
+from cachekernels.wires import Shortcut
 from google.protobuf.message import Message
 
 from cachesvc.daemon.port import Opened, Port, SessionHandler, SessionOpener
@@ -66,8 +66,8 @@ class StoreHandler(SessionHandler):
             "leave": self._leave,
         }
 
-    def shortcut(self) -> LookupShortcut | None:
-        return None
+    def shortcut(self) -> Shortcut | None:
+        return self._session.shortcut
 
     def handle(self, data: bytes, port: Port) -> None:
         message = managed_pb2.ToStore()

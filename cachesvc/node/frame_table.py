@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
 Bools = NDArray[np.bool_]
 
@@ -56,6 +57,12 @@ class FrameTable:
 
     def __len__(self) -> int:
         return len(self._state)
+
+    @property
+    def states(self) -> U8:
+        """uint8 [num_frames] of `FrameState`: the account's own memory, the same for as long as it lives, for readers
+        whom a look at some moment is enough; not to be written."""
+        return self._state
 
     def take(self, count: int) -> I32:
         """Up to `count` frames, WRITING now: free ones, then evicted ones. Fewer: everything else is in use."""

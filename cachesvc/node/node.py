@@ -362,7 +362,7 @@ class Node:
 
     def _drain(self, session: FrameSession, deadline_s: float) -> int:
         with self._parts.state:
-            session.is_draining = True
+            session.begin_draining()
             for op in session.unfinished():
                 if op.verb is not Verb.BACKUP:
                     op.give_up(OpEnd.DRAINED)

@@ -12,7 +12,7 @@ import threading
 import numpy as np
 from cachekernels.index import Locations, PageIndex
 from cachekernels.region import Region, RegionClosed, copy_frames
-from cachekernels.wires import LookupShortcut
+from cachekernels.wires import LookupShortcut, SlabPages
 from numpy.typing import NDArray
 
 from cachesvc.node.flights import leading
@@ -58,6 +58,10 @@ class SharedPages:
     def shortcut(self, slot: int) -> LookupShortcut:
         """A new one: for lookups of pages that are in frames of others than `slot`."""
         return LookupShortcut(self._index, slot)
+
+    def slab_pages(self, slot: int, states: NDArray[np.uint8], cached: int) -> SlabPages:
+        """A new one, over the frames of `slot`; see there."""
+        return SlabPages(self._index, slot, states, cached)
 
     def find(self, slot: int, keys: Keys) -> tuple[I32, U64]:
         """Where each of `keys` [n] is in the region of `slot`: frames [n], -1 where the first place is not in it, and

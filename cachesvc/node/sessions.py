@@ -110,9 +110,14 @@ class FrameSession:
         for op in reversed(self.unfinished()):
             op.give_up(reason)
 
+    def begin_draining(self) -> None:
+        """Nothing new is begun from now on."""
+        self.is_draining = True
+
     def end(self, reason: OpEnd) -> None:
         """The manager has left. Its region is let go of when no slice runs on it any more."""
-        self.is_detached = self.is_draining = True
+        self.is_detached = True
+        self.begin_draining()
         self.give_up_all(reason)
         self.release_if_unused()
 
@@ -185,7 +190,8 @@ class Session(FrameSession):
         self.shortcut.stop()
         if not self.is_lost:
             self.lost_since_s = self.parts.clock.now()
-        self.is_lost = self.is_draining = True
+        self.is_lost = True
+        self.begin_draining()
         self.give_up_all(OpEnd.LOST)
 
     def end(self, reason: OpEnd) -> None:

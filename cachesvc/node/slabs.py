@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from cachekernels.index import PageIndex
 from cachekernels.region import MemoryFault, Region, Side, WriterConflict
+from cachekernels.wires import StoreShortcut
 from numpy.typing import NDArray
 
-from cachesvc.identity import encode_value, is_tagged
-from cachesvc.node.frame_table import FrameTable
+from cachesvc.identity import encode_value, is_tagged, store_tag, store_wrapping
+from cachesvc.node.frame_table import FrameState, FrameTable
 from cachesvc.node.hand_over import has_exited
 from cachesvc.node.ops import Op
 from cachesvc.node.parts import Parts
@@ -73,6 +74,7 @@ class Slab(FrameSession):
         self.events.close()  # its ops tell the requests that wait for them
         self.tenant = tenant
         self.table = FrameTable(region.num_frames)
+        self._pages = self.parts.pages.slab_pages(self.slot, self.table.states, FrameState.CACHED)
         self.num_clients = 0
         self.suspects: list[Suspect] = []
         self.fills: set[FillOp] = set()
@@ -81,6 +83,16 @@ class Slab(FrameSession):
     def memory_bytes(self) -> int:
         """What it takes of the node's managed memory."""
         return self.region.num_frames * self.region.stride_bytes
+
+    def shortcut(self, namespace: str, max_keys: int) -> StoreShortcut:
+        """A new one, for a client of this namespace: says of pages that all are there where `find` would say so."""
+        wrapping = store_wrapping(self.tenant, namespace, self.region.frame_bytes)
+        tag = store_tag(self.tenant, namespace, self.region.frame_bytes)
+        return StoreShortcut(self._pages, *wrapping, tag.tobytes(), max_keys)
+
+    def begin_draining(self) -> None:
+        self._pages.stop()
+        super().begin_draining()
 
     def find(self, keys: Keys) -> tuple[I32, U64]:
         """Frames [n] that hold `keys` now, -1 where none does, and their generations."""

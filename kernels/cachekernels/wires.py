@@ -2,21 +2,24 @@
 
 A frame is a u32 little-endian length and that many bytes of one message. Sockets belong to the caller: they are stream
 sockets, open for as long as anything here is called, and nothing here closes them. Each call says itself whether it
-waits; `look_up` costs less on a blocking one.
+waits; those that do cost less on a blocking one.
 
-Thread safety: each object is for one thread at a time, apart from `LookupShortcut.stop`. A wire that waits in `look_up`
-refuses every other thread with RuntimeError.
+Thread safety: each object is for one thread at a time, apart from the `stop` of shortcuts and slab pages. A wire that
+waits refuses every other thread with RuntimeError.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cachekernels import _core
+from cachekernels.arrays import U8
 from cachekernels.index import PageIndex
 
 
 class Wire(_core.Wire):
-    """One end of a connection: frames in, frames out, never blocking (but `look_up`). Used in every call of an engine,
-    it is the native class itself.
+    """One end of a connection: frames in, frames out, never blocking (but `look_up` and `contains`). Used in every
+    call of an engine, it is the native class itself.
 
     Wire(fd, max_message_bytes, high_water_bytes)
                   `high_water_bytes` unsent make it full, until three quarters of them have gone
@@ -33,45 +36,94 @@ class Wire(_core.Wire):
                   asks a node how many leading pages of `keys` [n, 32] can be had, and waits: their number; or
                   UNANSWERED: no answer came within `timeout_s`, or a signal came first, or something else did (`next`
                   gives it), a pending answer included; or UNASKED: the wire would have become full
+    contains(call, keys, timeout_s)
+                  asks node-managed memory which of `keys` [n, 32] can be had, and waits: n and uint8 [n], an outcome
+                  for each; or UNANSWERED or UNASKED, as above, and an array that means nothing
     """
 
     __slots__ = ()
 
 
-class LookupShortcut:
-    """Which lookups of a session are answered natively: those of which every page is in frames of others. Keeps the
-    session's op numbers, which only grow."""
+class Shortcut:
+    """Which messages of a session are answered natively. Keeps the numbers of the session's ops or calls, which only
+    grow."""
 
     __slots__ = ("core",)
 
-    def __init__(self, index: PageIndex, slot: int) -> None:
-        """`slot`: the session's own place in the index, which does not count."""
-        self.core = _core.LookupShortcut(index.core, slot)
+    def __init__(self, core: _core.Shortcut) -> None:
+        self.core = core
 
     @property
-    def last_op(self) -> int:
-        """The newest one; 0: none yet."""
-        return self.core.last_op
+    def last(self) -> int:
+        """The newest number; 0: none yet."""
+        return self.core.last
 
-    def take_op(self, op: int) -> bool:
+    def take(self, number: int) -> bool:
         """False: it is not above the last one, and not taken."""
-        return self.core.take_op(op)
+        return self.core.take(number)
 
     def stop(self) -> None:
         """The session has ended: from now on nothing is answered here. Any thread."""
         self.core.stop()
 
 
+class LookupShortcut(Shortcut):
+    """Of an engine: lookups of which every page is in frames of others. Numbers are those of its ops."""
+
+    __slots__ = ()
+
+    def __init__(self, index: PageIndex, slot: int) -> None:
+        """`slot`: the session's own place in the index, which does not count."""
+        super().__init__(_core.LookupShortcut(index.core, slot))
+
+
+class SlabPages:
+    """Which pages the clients of a slab may find: those that `index` has in a frame of its `slot` which the node calls
+    cached."""
+
+    __slots__ = ("core",)
+
+    def __init__(self, index: PageIndex, slot: int, states: U8, cached: int) -> None:
+        """`states` [num_frames]: the node's account of its frames, `cached` the value of one whose page may be found.
+        The array is not copied, and lives as long as this; the node changes it at any time."""
+        self.core = _core.SlabPages(index.core, slot, states, cached)
+
+    def stop(self) -> None:
+        """The slab is going away: its shortcuts answer nothing from now on. Any thread."""
+        self.core.stop()
+
+
+class StoreShortcut(Shortcut):
+    """Of a client of node-managed memory: `contains` of which every page is in the slab. Numbers are those of its
+    calls."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, pages: SlabPages, scheme: str, namespace: bytes, scope: bytes, tag: bytes, max_keys: int
+    ) -> None:
+        """`scheme`, `namespace`, `scope`: how the node wraps the client's keys (`pages.wrap_hashes`), whose ends it
+        replaces by `tag` [8]. More than `max_keys` keys are left to the caller. ValueError."""
+        super().__init__(_core.StoreShortcut(pages.core, scheme, namespace, scope, tag, max_keys))
+
+
+class NumPages(NamedTuple):
+    """Pages that an exchange has spoken of by itself."""
+
+    looked_up: int  # in lookups of engines
+    contained: int  # in `contains` of clients of node-managed memory
+
+
 class Exchange:
     """All wires of one door. One descriptor tells that there is something to do, one call does it, without the GIL.
 
-    A wire's messages are obeyed in order. While those in front are lookups that its shortcut answers, the caller does
+    A wire's messages are obeyed in order. While those in front are questions that its shortcut answers, the caller does
     not hear of them; from the first other one on the wire is the caller's, until `next` gives none. A wire is read
     only while it is listened to, the caller has no message of it in hand, and it is not full.
     """
 
     def __init__(self, max_keys: int) -> None:
-        """Lookups of more keys than that are left to the caller."""
+        """Questions about more keys than that are left to the caller."""
         self._core = _core.Exchange(max_keys)
 
     def fileno(self) -> int:
@@ -82,7 +134,7 @@ class Exchange:
         """Watches nothing any more. Idempotent."""
         self._core.close()
 
-    def add(self, wire: Wire, shortcut: LookupShortcut | None) -> int:
+    def add(self, wire: Wire, shortcut: Shortcut | None) -> int:
         """Takes a wire in, listened to; returns its number here, which no other one will have."""
         return self._core.add(wire, None if shortcut is None else shortcut.core)
 
@@ -109,6 +161,6 @@ class Exchange:
         """After anything that the caller did with a wire: watches for what is wanted of it now."""
         self._core.settle(number)
 
-    def take_num_pages(self) -> int:
-        """Pages of the lookups answered here since the last call."""
-        return self._core.take_num_pages()
+    def take_num_pages(self) -> NumPages:
+        """Those since the last call; every one was there."""
+        return NumPages(*self._core.take_num_pages())

@@ -1,5 +1,8 @@
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
@@ -7,6 +10,7 @@
 #include "arrays.hpp"
 #include "bindings.hpp"
 #include "exchange.hpp"
+#include "store_shortcut.hpp"
 
 namespace nb = nanobind;
 
@@ -65,6 +69,35 @@ int64_t look_up_py(Wire& wire, uint64_t call, uint64_t op, const Input<uint8_t>&
     return wire.look_up(call, op, {rows.data, rows.num_rows * key_bytes}, timeout_s);
 }
 
+std::pair<int64_t, NumpyArray<uint8_t>> contains_py(Wire& wire, uint64_t call, const Input<uint8_t>& keys,
+                                                    double timeout_s) {
+    const auto rows = input_rows(keys, "keys", any_length, key_bytes);
+    auto outcomes = new_array<uint8_t>(rows.num_rows);
+    const Use use(wire);
+    int64_t said;
+    {
+        nb::gil_scoped_release released;
+        said = wire.contains(call, {rows.data, rows.num_rows * key_bytes}, {outcomes.data(), rows.num_rows}, timeout_s);
+    }
+    return {said, outcomes};
+}
+
+std::shared_ptr<SlabPages> slab_pages_py(std::shared_ptr<PageIndex> index, int slot, const Input<uint8_t>& states,
+                                         uint8_t cached) {
+    const auto span = input_1d(states, "states");
+    return std::make_shared<SlabPages>(std::move(index), slot, span, std::make_shared<const InputArray>(states.array),
+                                       cached);
+}
+
+std::shared_ptr<StoreShortcut> store_shortcut_py(std::shared_ptr<SlabPages> pages, std::string_view scheme,
+                                                 const nb::bytes& ns, const nb::bytes& scope, const nb::bytes& tag,
+                                                 size_t max_keys) {
+    const HashWrapper wrapper(scheme, input_bytes(ns, "namespace", key_bytes), input_bytes(scope, "scope", key_bytes),
+                              key_bytes);
+    return std::make_shared<StoreShortcut>(std::move(pages), wrapper, input_bytes(tag, "tag", StoreShortcut::tag_bytes),
+                                           max_keys);
+}
+
 std::vector<int64_t> serve_py(Exchange& exchange) {
     nb::gil_scoped_release released;
     return exchange.serve();
@@ -91,12 +124,20 @@ void bind_exchange(nb::module_& m) {
         .def("next", &next_of_wire, nb::sig("def next(self) -> bytes | None"))
         .def("post", &post_py, nb::arg("frame"))
         .def("flush", alone(&Wire::flush))
-        .def("look_up", &look_up_py, nb::arg("call"), nb::arg("op"), nb::arg("keys"), nb::arg("timeout_s"));
-    nb::class_<LookupShortcut>(m, "LookupShortcut")
-        .def(nb::init<std::shared_ptr<PageIndex>, int>(), nb::arg("index"), nb::arg("slot"))
-        .def("take_op", &LookupShortcut::take_op, nb::arg("op"))
-        .def_prop_ro("last_op", &LookupShortcut::last_op)
-        .def("stop", &LookupShortcut::stop);
+        .def("look_up", &look_up_py, nb::arg("call"), nb::arg("op"), nb::arg("keys"), nb::arg("timeout_s"))
+        .def("contains", &contains_py, nb::arg("call"), nb::arg("keys"), nb::arg("timeout_s"));
+    nb::class_<Shortcut>(m, "Shortcut")
+        .def("take", &Shortcut::take, nb::arg("number"))
+        .def_prop_ro("last", &Shortcut::last)
+        .def("stop", &Shortcut::stop);
+    nb::class_<LookupShortcut, Shortcut>(m, "LookupShortcut")
+        .def(nb::init<std::shared_ptr<PageIndex>, int>(), nb::arg("index"), nb::arg("slot"));
+    nb::class_<SlabPages>(m, "SlabPages")
+        .def(nb::new_(&slab_pages_py), nb::arg("index"), nb::arg("slot"), nb::arg("states"), nb::arg("cached"))
+        .def("stop", &SlabPages::stop);
+    nb::class_<StoreShortcut, Shortcut>(m, "StoreShortcut")
+        .def(nb::new_(&store_shortcut_py), nb::arg("pages"), nb::arg("scheme"), nb::arg("namespace"), nb::arg("scope"),
+             nb::arg("tag"), nb::arg("max_keys"));
     nb::class_<Exchange>(m, "Exchange")
         .def(nb::init<size_t>(), nb::arg("max_keys"))
         .def("fileno", &Exchange::fd)

@@ -8,9 +8,12 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "lengths are copied as they are");
 
-// Tags: field number and wire type. Of ToNode and ToClient, then of their bodies.
+// Tags: field number and wire type. Of ToNode and ToClient, then of their bodies; of ToStore and FromStore, and theirs.
 constexpr uint8_t call_tag = 1 << 3, lookup_tag = 10 << 3 | 2, answer_tag = 11 << 3 | 2;
 constexpr uint8_t op_tag = 1 << 3, keys_tag = 2 << 3 | 2, num_pages_tag = 1 << 3;
+constexpr uint8_t contains_tag = 14 << 3 | 2, held_tag = 13 << 3 | 2;
+constexpr uint8_t asked_keys_tag = 1 << 3 | 2, outcomes_tag = 1 << 3 | 2;
+constexpr uint8_t outcome_ok = 0;
 constexpr size_t key_bytes = 32;
 constexpr int most_varint_bytes = 9;  // 63 bits
 
@@ -57,26 +60,56 @@ size_t varint_bytes(uint64_t value) {
     return count;
 }
 
+// What every message begins with.
+bool read_call(Reader& reader, uint64_t& call) { return reader.tag(call_tag) && reader.varint(call) && call; }
+
+bool read_keys(Reader& reader, uint8_t tag, std::span<const uint8_t>& keys) {
+    if (!reader.tag(tag) || !reader.length_of_rest()) return false;
+    keys = reader.rest();
+    return !keys.empty() && keys.size() % key_bytes == 0;
+}
+
+// The length of a frame that begins at `begin` of the stream and is whole now.
+void set_length(std::vector<uint8_t>& stream, size_t begin) {
+    const auto length = static_cast<uint32_t>(stream.size() - begin - frame_length_bytes);
+    std::memcpy(stream.data() + begin, &length, sizeof length);
+}
+
+// The same for one of which `bytes_to_come` are missing.
+void set_length(FrameHead& head, size_t bytes_to_come) {
+    const auto length = static_cast<uint32_t>(head.size - frame_length_bytes + bytes_to_come);
+    std::memcpy(head.bytes.data(), &length, sizeof length);
+}
+
 }  // namespace
 
 bool parse_lookup(std::span<const uint8_t> message, LookupAsked& out) {
     Reader reader(message);
-    if (!reader.tag(call_tag) || !reader.varint(out.call) || !out.call) return false;
-    if (!reader.tag(lookup_tag) || !reader.length_of_rest()) return false;
-    if (!reader.tag(op_tag) || !reader.varint(out.op) || !out.op) return false;
-    if (!reader.tag(keys_tag) || !reader.length_of_rest()) return false;
-    out.keys = reader.rest();
-    return !out.keys.empty() && out.keys.size() % key_bytes == 0;
+    if (!read_call(reader, out.call) || !reader.tag(lookup_tag) || !reader.length_of_rest()) return false;
+    return reader.tag(op_tag) && reader.varint(out.op) && out.op && read_keys(reader, keys_tag, out.keys);
 }
 
 bool parse_answer(std::span<const uint8_t> message, LookupAnswer& out) {
     Reader reader(message);
-    if (!reader.tag(call_tag) || !reader.varint(out.call) || !out.call) return false;
-    if (!reader.tag(answer_tag) || !reader.length_of_rest()) return false;
+    if (!read_call(reader, out.call) || !reader.tag(answer_tag) || !reader.length_of_rest()) return false;
     uint64_t num_pages = 0;
     if (!reader.rest().empty() && !(reader.tag(num_pages_tag) && reader.varint(num_pages))) return false;
     out.num_pages = static_cast<uint32_t>(num_pages);
     return reader.rest().empty() && num_pages == out.num_pages;
+}
+
+bool parse_contains(std::span<const uint8_t> message, ContainsAsked& out) {
+    Reader reader(message);
+    if (!read_call(reader, out.call) || !reader.tag(contains_tag) || !reader.length_of_rest()) return false;
+    return read_keys(reader, asked_keys_tag, out.keys);
+}
+
+bool parse_held(std::span<const uint8_t> message, Held& out) {
+    Reader reader(message);
+    if (!read_call(reader, out.call) || !reader.tag(held_tag) || !reader.length_of_rest()) return false;
+    if (!reader.tag(outcomes_tag) || !reader.length_of_rest()) return false;
+    out.outcomes = reader.rest();
+    return true;
 }
 
 void write_answer(std::vector<uint8_t>& stream, const LookupAnswer& answer) {
@@ -91,12 +124,25 @@ void write_answer(std::vector<uint8_t>& stream, const LookupAnswer& answer) {
         put(num_pages_tag);
         put_varint(put, answer.num_pages);
     }
-    const auto length = static_cast<uint32_t>(stream.size() - begin - frame_length_bytes);
-    std::memcpy(stream.data() + begin, &length, sizeof length);
+    set_length(stream, begin);
 }
 
-LookupHead write_lookup_head(uint64_t call, uint64_t op, size_t keys_bytes) {
-    LookupHead head;
+void write_all_held(std::vector<uint8_t>& stream, uint64_t call, size_t num_pages) {
+    const size_t begin = stream.size();
+    const auto put = [&stream](uint8_t byte) { stream.push_back(byte); };
+    stream.resize(begin + frame_length_bytes);
+    put(call_tag);
+    put_varint(put, call);
+    put(held_tag);
+    put_varint(put, 1 + varint_bytes(num_pages) + num_pages);
+    put(outcomes_tag);
+    put_varint(put, num_pages);
+    stream.resize(stream.size() + num_pages, outcome_ok);
+    set_length(stream, begin);
+}
+
+FrameHead write_lookup_head(uint64_t call, uint64_t op, size_t keys_bytes) {
+    FrameHead head;
     const auto put = [&head](uint8_t byte) { head.bytes[head.size++] = byte; };
     head.size = frame_length_bytes;
     put(call_tag);
@@ -107,8 +153,21 @@ LookupHead write_lookup_head(uint64_t call, uint64_t op, size_t keys_bytes) {
     put_varint(put, op);
     put(keys_tag);
     put_varint(put, keys_bytes);
-    const auto length = static_cast<uint32_t>(head.size - frame_length_bytes + keys_bytes);
-    std::memcpy(head.bytes.data(), &length, sizeof length);
+    set_length(head, keys_bytes);
+    return head;
+}
+
+FrameHead write_contains_head(uint64_t call, size_t keys_bytes) {
+    FrameHead head;
+    const auto put = [&head](uint8_t byte) { head.bytes[head.size++] = byte; };
+    head.size = frame_length_bytes;
+    put(call_tag);
+    put_varint(put, call);
+    put(contains_tag);
+    put_varint(put, 1 + varint_bytes(keys_bytes) + keys_bytes);
+    put(asked_keys_tag);
+    put_varint(put, keys_bytes);
+    set_length(head, keys_bytes);
     return head;
 }
 

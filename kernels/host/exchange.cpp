@@ -30,7 +30,7 @@ void Exchange::close() {
     epoll_ = -1;
 }
 
-int64_t Exchange::add(std::shared_ptr<Wire> wire, std::shared_ptr<LookupShortcut> shortcut) {
+int64_t Exchange::add(std::shared_ptr<Wire> wire, std::shared_ptr<Shortcut> shortcut) {
     const int64_t number = ++last_number_;
     Line& line = lines_[number];
     line.wire = std::move(wire);
@@ -94,12 +94,10 @@ void Exchange::answer(Line& line) {
             line.is_callers = wire.too_long() > 0;
             break;
         }
-        LookupAsked asked;
-        line.is_callers = !line.shortcut || !parse_lookup(*message, asked) || !line.shortcut->answers(asked, max_keys_);
+        const size_t num_pages = line.shortcut ? line.shortcut->answer(*message, max_keys_, wire.unsent()) : 0;
+        line.is_callers = num_pages == 0;
         if (line.is_callers) break;
-        const size_t num_pages = asked.keys.size() / key_bytes;
-        wire.queue({asked.call, static_cast<uint32_t>(num_pages)});
-        num_pages_ += num_pages;
+        num_pages_[static_cast<size_t>(line.shortcut->question)] += num_pages;
         wire.pop();
     }
     wire.flush();

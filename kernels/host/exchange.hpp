@@ -1,11 +1,12 @@
 // Exchange: all wires of one door, watched by one descriptor and served in one call.
 //
-// DESIGN. A wire's messages are obeyed in order. As long as those in front are lookups that its shortcut answers, they
+// DESIGN. A wire's messages are obeyed in order. As long as those in front are questions that its shortcut answers, they
 // are answered here; the first other one makes the wire the caller's, who takes messages until there is none. A wire is
 // read only while the caller listens to it, has no message of it in hand, and its client reads what it is sent.
 //
 // Threads: one at a time.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -13,14 +14,14 @@
 #include <utility>
 #include <vector>
 
-#include "lookup_shortcut.hpp"
+#include "shortcut.hpp"
 #include "wire.hpp"
 
 namespace cachesvc {
 
 class Exchange {
 public:
-    // Lookups of more than `max_keys` are the caller's. Throws std::system_error.
+    // Questions about more than `max_keys` are the caller's. Throws std::system_error.
     explicit Exchange(size_t max_keys);
     ~Exchange();
     Exchange(const Exchange&) = delete;
@@ -32,7 +33,7 @@ public:
     void close();
 
     // Watches a wire; `shortcut` may be null. Returns its number, which is never given again.
-    int64_t add(std::shared_ptr<Wire> wire, std::shared_ptr<LookupShortcut> shortcut);
+    int64_t add(std::shared_ptr<Wire> wire, std::shared_ptr<Shortcut> shortcut);
     // Before its socket is closed.
     void remove(int64_t number);
     void listen(int64_t number, bool wanted);
@@ -45,13 +46,13 @@ public:
     // Watches for what is wanted now: after anything that the caller did with the wire.
     void settle(int64_t number);
 
-    // Pages answered since the last call.
-    uint64_t take_num_pages() { return std::exchange(num_pages_, 0); }
+    // Pages answered since the last call, by `Question`.
+    std::array<uint64_t, num_questions> take_num_pages() { return std::exchange(num_pages_, {}); }
 
 private:
     struct Line {
         std::shared_ptr<Wire> wire;
-        std::shared_ptr<LookupShortcut> shortcut;
+        std::shared_ptr<Shortcut> shortcut;
         bool is_listened_to = true;
         bool is_callers = false;  // a message is in hand, or the stream is broken
         uint32_t watched = 0;     // as epoll knows it
@@ -66,7 +67,7 @@ private:
     const size_t max_keys_;
     std::unordered_map<int64_t, Line> lines_;
     int64_t last_number_ = 0;
-    uint64_t num_pages_ = 0;
+    std::array<uint64_t, num_questions> num_pages_{};
 };
 
 }  // namespace cachesvc

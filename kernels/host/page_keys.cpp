@@ -73,21 +73,28 @@ void chain_keys(const uint8_t ns[32], const uint8_t scope[32], const uint8_t* pr
     }
 }
 
-void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t scope[32], const uint8_t* hashes,
-                 size_t hash_bytes, size_t num_hashes, uint8_t* out) {
+HashWrapper::HashWrapper(std::string_view scheme, const uint8_t ns[32], const uint8_t scope[32], size_t hash_bytes)
+    : hash_bytes_(hash_bytes) {
     require_hash_bytes(scheme, hash_bytes);
     const auto scheme_bytes = static_cast<uint32_t>(scheme.size());
-    Sha256 beginning;  // of every message: its whole blocks are worked through once
-    beginning.update(wrap_tag, tag_bytes);
-    beginning.update(&scheme_bytes, sizeof(scheme_bytes));
-    beginning.update(scheme.data(), scheme.size());
-    beginning.update(ns, key_bytes);
-    beginning.update(scope, key_bytes);
+    beginning_.update(wrap_tag, tag_bytes);
+    beginning_.update(&scheme_bytes, sizeof(scheme_bytes));
+    beginning_.update(scheme.data(), scheme.size());
+    beginning_.update(ns, key_bytes);
+    beginning_.update(scope, key_bytes);
+}
+
+void HashWrapper::wrap(const uint8_t* hashes, size_t num_hashes, uint8_t* out) const {
     for (size_t i = 0; i < num_hashes; ++i) {
-        Sha256 hash = beginning;
-        hash.update(hashes + i * hash_bytes, hash_bytes);
+        Sha256 hash = beginning_;
+        hash.update(hashes + i * hash_bytes_, hash_bytes_);
         hash.finish(out + i * key_bytes);
     }
+}
+
+void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t scope[32], const uint8_t* hashes,
+                 size_t hash_bytes, size_t num_hashes, uint8_t* out) {
+    HashWrapper(scheme, ns, scope, hash_bytes).wrap(hashes, num_hashes, out);
 }
 
 std::string_view accepted_schemes() { return scheme_names; }

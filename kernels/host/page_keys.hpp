@@ -12,6 +12,8 @@
 #include <string>
 #include <string_view>
 
+#include "sha256.hpp"
+
 namespace cachesvc {
 
 constexpr size_t key_bytes = 32;
@@ -31,6 +33,20 @@ void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t sc
                  size_t hash_bytes, size_t num_hashes, uint8_t* out);
 // The schemes wrap_hashes takes, as a readable list.
 std::string_view accepted_schemes();
+
+// The same for many batches: what every message begins with is worked through once.
+class HashWrapper {
+  public:
+    // Throws std::invalid_argument, as wrap_hashes does.
+    HashWrapper(std::string_view scheme, const uint8_t ns[32], const uint8_t scope[32], size_t hash_bytes);
+
+    // Keys of `num_hashes` hashes, [num_hashes * 32] bytes.
+    void wrap(const uint8_t* hashes, size_t num_hashes, uint8_t* out) const;
+
+  private:
+    Sha256 beginning_;
+    size_t hash_bytes_;
+};
 
 // How a tree names its pages: chained over their tokens; or *wrapped*, where the tokens of a page are the words of the hash
 // that the engine has for it, and an engine's own chain already stands for everything before the page.

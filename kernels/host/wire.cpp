@@ -92,9 +92,29 @@ void Wire::flush() {
 }
 
 int64_t Wire::look_up(uint64_t call, uint64_t op, std::span<const uint8_t> keys, double timeout_s) {
+    return ask(write_lookup_head(call, op, keys.size()), keys, timeout_s, [&](std::span<const uint8_t> message) {
+        LookupAnswer answer;
+        if (!parse_answer(message, answer) || answer.call != call) return unanswered;
+        return int64_t{answer.num_pages};
+    });
+}
+
+int64_t Wire::contains(uint64_t call, std::span<const uint8_t> keys, std::span<uint8_t> outcomes, double timeout_s) {
+    return ask(write_contains_head(call, keys.size()), keys, timeout_s, [&](std::span<const uint8_t> message) {
+        Held held;
+        if (!parse_held(message, held) || held.call != call || held.outcomes.size() != outcomes.size()) {
+            return unanswered;
+        }
+        std::ranges::copy(held.outcomes, outcomes.begin());
+        return static_cast<int64_t>(outcomes.size());
+    });
+}
+
+// `answered` says what a message answers; `unanswered`: it is another one.
+template <class Answered>
+int64_t Wire::ask(const FrameHead& head, std::span<const uint8_t> keys, double timeout_s, const Answered& answered) {
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                              std::chrono::duration<double>(std::clamp(timeout_s, 0.0, 86400.0)));
-    const LookupHead head = write_lookup_head(call, op, keys.size());
     flush();
     if (num_unsent() + head.size + keys.size() > high_water_bytes_) return unasked;
     out_.reserve(out_.size() + head.size + keys.size());
@@ -107,10 +127,9 @@ int64_t Wire::look_up(uint64_t call, uint64_t op, std::span<const uint8_t> keys,
     }
     while (true) {
         if (const auto message = front()) {
-            LookupAnswer answer;
-            if (!parse_answer(*message, answer) || answer.call != call) return unanswered;
-            pop();
-            return answer.num_pages;
+            const int64_t answer = answered(*message);
+            if (answer != unanswered) pop();
+            return answer;
         }
         const auto left = std::chrono::duration_cast<std::chrono::microseconds>(deadline - Clock::now()).count();
         if (is_over_ || too_long() || left <= 0 || !wait(left)) return unanswered;

@@ -1,10 +1,10 @@
-// Wire: one end of a connection of the local channel. Frames in, frames out; only `look_up` waits.
+// Wire: one end of a connection of the local channel. Frames in, frames out; only `look_up` and `contains` wait.
 //
-// DESIGN. The socket is the caller's; it outlives the wire's last call. Each call says itself whether it waits; for
-// `look_up` to wait in the socket itself, and not beside it, the socket must be a blocking one. What has arrived is kept until it is taken, and
-// is never more than one message and one helping of the stream; what could not be sent waits, as long as the caller lets
-// it grow. After an error or the other side's end the wire is over: what had arrived can still be taken, and after an end
-// what waits can still be sent.
+// DESIGN. The socket is the caller's; it outlives the wire's last call. Each call says itself whether it waits; to wait
+// in the socket itself, and not beside it, the socket must be a blocking one. What has arrived is kept until it is
+// taken, and is never more than one message and one helping of the stream; what could not be sent waits, as long as the
+// caller lets it grow. After an error or the other side's end the wire is over: what had arrived can still be taken, and
+// after an end what waits can still be sent.
 //
 // Threads: one at a time.
 #pragma once
@@ -43,8 +43,8 @@ public:
 
     // Sends, or queues behind what waits.
     void post(std::span<const uint8_t> frame);
-    // The same, in one go with others: `flush` follows.
-    void queue(const LookupAnswer& answer) { write_answer(out_, answer); }
+    // What waits: frames may be added at its end, `flush` follows.
+    std::vector<uint8_t>& unsent() { return out_; }
     // Sends what waits, as far as the socket takes it.
     void flush();
 
@@ -52,10 +52,14 @@ public:
     // Asks for keys [n, 32] and waits. Pages, or unanswered: no answer within `timeout_s`, or something else came (it is
     // in front); or unasked: too much waits to be sent.
     int64_t look_up(uint64_t call, uint64_t op, std::span<const uint8_t> keys, double timeout_s);
+    // The same question to node-managed memory. `outcomes` [n] are filled where the answer is what is returned: n.
+    int64_t contains(uint64_t call, std::span<const uint8_t> keys, std::span<uint8_t> outcomes, double timeout_s);
 
     bool is_in_use = false;  // kept by the callers, who see each other
 
 private:
+    template <class Answered>
+    int64_t ask(const FrameHead& head, std::span<const uint8_t> keys, double timeout_s, const Answered& answered);
     bool take_in(int flags);
     bool wait_in_socket(double timeout_s);
     bool wait(int64_t timeout_us);

@@ -20,6 +20,7 @@ from cachesvc.node.node import Node
 from cachesvc.node.ops import OpState
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.slab_ops import DeleteOp
+from cachesvc.node.store_sessions import StoreSession
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Reject
 from cachesvc.rpc import channel_pb2, codec, managed_pb2, store_codec
@@ -502,9 +503,67 @@ def test_a_hello_that_cannot_be_meant_is_refused(door, changes, reason):
         greet(connected(door.path), hello, (), HANG_S)
 
 
+def contains(call, keys=KEYS):
+    return ToStore(call=call, contains=managed_pb2.Contains(keys=keys.tobytes()))
+
+
+def test_what_memory_answers_keeps_its_place_among_the_others(node, door, monkeypatch):
+    """Of pages that are all in memory the session is not asked."""
+
+    def unasked(*_):
+        raise AssertionError("the session was asked")
+
+    with RawStore(door.path) as client, opened(door.path) as store:
+        store.put(KEYS, PAGES)
+        monkeypatch.setattr(StoreSession, "contains", unasked)
+        before = node.counters.managed_pages.value("contains", "ok")
+        messages = [contains(call) if call % 3 else reserve(call) for call in range(1, 100)]
+        client.send(b"".join(map(to_frame, messages)))
+        for call in range(1, 100):
+            answer = client.receive()
+            assert answer.call == call
+            assert answer.WhichOneof("body") == ("held" if call % 3 else "reserved")
+            if call % 3:
+                assert answer.held.outcomes == bytes(4)
+        door.until(lambda: node.counters.managed_pages.value("contains", "ok") == before + 66 * 4)
+        for replayed in (contains(98), reserve(99), contains(1)):
+            monkeypatch.undo()
+            assert client.ask(replayed).error.reason == Reject.BAD_OP
+        delete = ToStore(call=100, delete=managed_pb2.Delete(keys=KEYS[:1].tobytes()))
+        assert client.ask(delete).deleted.outcomes == bytes([OK])
+        assert client.ask(contains(101)).held.outcomes == bytes([MISS, OK, OK, OK])
+
+
+def test_an_answer_that_nobody_waits_for_does_not_hide_the_one_to_contains(door):
+    with opened(door.path) as store:
+        store.put(KEYS, PAGES)
+        link = store._connection._link
+        for _ in range(3):
+            begun = reserve(0)
+            link.begin(begun)
+            link.forget(begun)
+            assert store.contains(KEYS).tolist() == [OK] * 4
+        assert not link._answers
+
+
+def test_contains_of_a_node_that_is_frozen_or_killed_is_an_outcome():
+    with NodeProcess() as process, opened(process.path) as store:
+        assert store.put(KEYS, PAGES).tolist() == [OK] * 4
+        assert store.contains(KEYS).tolist() == [OK] * 4
+        process.freeze()
+        assert store.contains(KEYS, timeout_s=0.05).tolist() == [TIMEOUT] * 4
+        assert not store.is_connected
+        process.thaw()
+        again(store)
+        assert store.contains(KEYS).tolist() == [OK] * 4
+        process.kill()
+        assert store.contains(KEYS).tolist() == [UNAVAILABLE] * 4
+
+
 def test_random_messages_leave_the_node_in_order(node, door):
     random_ = random.Random(5)
-    bodies = [reserve(1), get(1), commit(2, 1), ToStore(call=3, delete=managed_pb2.Delete(keys=KEYS.tobytes()))]
+    delete = managed_pb2.Delete(keys=KEYS.tobytes())
+    bodies = [reserve(1), get(1), commit(2, 1), ToStore(call=3, delete=delete), contains(4), contains(2)]
     before = None
     for _ in range(60):
         with RawStore(door.path, before) as client:

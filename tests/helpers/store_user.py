@@ -1,12 +1,17 @@
 """A client of node-managed memory in the node's process, step by step, for tests of the node."""
 
+import socket
+
 import numpy as np
 from cachekernels.region import Region, Side
+from cachekernels.wires import Exchange, Wire
 
 from cachesvc.identity import store_keys
 from cachesvc.node.sessions import NO_PEER
 from cachesvc.node.store_requests import Committed, Deleted, Found, Held, Reserved
 from cachesvc.node.store_sessions import StoreRequest
+from cachesvc.rpc import managed_pb2
+from cachesvc.rpc.framing import FrameReader, to_frame
 from storage_backends.base import Outcome
 from tests.oracles.pages import page
 
@@ -45,6 +50,10 @@ class StoreUser:
         self.answers = {}
         self.call = 0
 
+    def own_keys(self, keys):
+        """The node's keys for them."""
+        return store_keys(self.request.tenant, self.request.namespace, self.request.page_bytes, keys)
+
     def ask(self, verb, *arguments):
         """Sends a call; returns its number."""
         self.call += 1
@@ -72,7 +81,7 @@ class StoreUser:
 
     def write(self, keys, frames, pages=None):
         """The client's W1 to W4."""
-        own = store_keys(self.request.tenant, self.request.namespace, self.request.page_bytes, keys)
+        own = self.own_keys(keys)
         if pages is None:
             pages = np.stack([page(key, self.request.page_bytes) for key in keys])
         assert self.region.write(frames, row_addresses(pages), own, positions(len(frames))).all()
@@ -123,6 +132,29 @@ class StoreUser:
         answer = self.answered(self.ask("contains", keys))
         assert isinstance(answer, Held)
         return answer.outcomes.tolist()
+
+    def contains_natively(self, keys):
+        """Outcomes by page, where the channel answers in front of the session; None: it would ask the session."""
+        self.call += 1
+        ours, theirs = socket.socketpair()
+        exchange = Exchange(max_keys=1 << 20)
+        with ours, theirs:
+            number = exchange.add(Wire(ours.fileno(), 4 << 20, 1 << 20), self.session.shortcut)
+            asked = managed_pb2.ToStore(call=self.call, contains=managed_pb2.Contains(keys=keys.tobytes()))
+            theirs.sendall(to_frame(asked))
+            exchange.serve()
+            is_asked = exchange.next(number) is not None
+            num_pages = exchange.take_num_pages().contained
+            exchange.close()
+            if is_asked:
+                assert num_pages == 0
+                return None
+            reader = FrameReader(1 << 20)
+            reader.feed(theirs.recv(1 << 20))
+            answer = managed_pb2.FromStore.FromString(reader.next())
+        assert answer.call == self.session.shortcut.last == self.call
+        assert num_pages == len(answer.held.outcomes) == len(keys)
+        return list(answer.held.outcomes)
 
     def delete(self, keys):
         answer = self.answered(self.ask("delete", keys))

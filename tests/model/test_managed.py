@@ -185,7 +185,11 @@ class ManagedMachine(RuleBasedStateMachine):
     @rule(who=users, which=rows)
     def contains(self, who, which):
         player = self.players[who]
+        natively = player.contains_natively(KEYS[which])
+        is_in_memory = (player.session.slab.find(player.own(which))[0] >= 0).all()
+        assert natively == ([Outcome.OK] * len(which) if is_in_memory else None)
         answer = player.answer(player.ask("contains", KEYS[which]))
+        assert natively in (None, answer.outcomes.tolist())
         for row, result in zip(which, answer.outcomes, strict=True):
             if result == Outcome.OK:
                 assert self.name(who, row) in self.may_be

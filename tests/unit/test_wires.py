@@ -100,9 +100,9 @@ def test_the_answer_of_an_exchange_is_that_of_protobuf(served, ends, number):
     ends[1].sendall(to_frame(asked(number, number)))
     assert served.messages() == []
     assert ends[1].recv(1 << 16) == to_frame(answered(number))
-    assert served.exchange.take_num_pages() == 8
-    assert served.exchange.take_num_pages() == 0
-    assert served.shortcut.last_op == number
+    assert served.exchange.take_num_pages() == (8, 0)
+    assert served.exchange.take_num_pages() == (0, 0)
+    assert served.shortcut.last == number
 
 
 def test_an_empty_answer_is_one(ends):
@@ -143,8 +143,8 @@ def test_all_else_is_left_to_the_caller_and_not_a_bit_of_it_done(served, ends, n
     ends[1].sendall(struct.pack("<I", len(message)) + message)
     assert served.messages() == [message]
     assert received(ends[1]) == []
-    assert served.shortcut.last_op == 0
-    assert served.exchange.take_num_pages() == 0
+    assert served.shortcut.last == 0
+    assert served.exchange.take_num_pages() == (0, 0)
 
 
 def test_own_pages_do_not_count(served):
@@ -160,8 +160,8 @@ def test_an_op_is_taken_once(served, ends):
     ends[1].sendall(to_frame(asked(1, 5)) + to_frame(asked(2, 5)) + to_frame(asked(3, 4)))
     assert served.messages() == [asked(2, 5).SerializeToString(), asked(3, 4).SerializeToString()]
     assert [message.call for message in received(ends[1])] == [1]
-    assert not served.shortcut.take_op(5)
-    assert served.shortcut.take_op(6)
+    assert not served.shortcut.take(5)
+    assert served.shortcut.take(6)
 
 
 def test_after_the_end_of_a_session_nothing_is_answered(served, ends):
@@ -256,7 +256,7 @@ def test_room_that_comes_while_the_caller_asks_leaves_no_message_behind(served, 
             pass
     assert served.exchange.next(served.number) is None
     served.exchange.settle(served.number)
-    while served.shortcut.last_op == 0:
+    while served.shortcut.last == 0:
         assert served.exchange.serve() == [served.number], f"{num_left} bytes were left, and a message with them"
         served.exchange.next(served.number)
         served.exchange.settle(served.number)
@@ -278,15 +278,15 @@ def test_what_is_answered_is_what_protobuf_reads(served, ends, seed):
         for _ in range(rng.randrange(3)):
             message[rng.randrange(min(16, len(message)))] = rng.randrange(256)
         ends[1].sendall(struct.pack("<I", len(message)) + message)
-        before = served.shortcut.last_op
+        before = served.shortcut.last
         if served.messages():
-            assert served.shortcut.last_op == before
+            assert served.shortcut.last == before
             continue
         (answer,) = received(ends[1])
         read = channel_pb2.ToNode.FromString(bytes(message))
         assert read.lookup.keys == KEYS.tobytes()
         assert answer == answered(read.call)
-        assert served.shortcut.last_op == read.lookup.op > before
+        assert served.shortcut.last == read.lookup.op > before
         num_answered += 1
         if read.lookup.op > 1500:
             break  # an op number beyond all others was taken

@@ -1,0 +1,64 @@
+// StoreShortcut: the `contains` of one client of node-managed memory, where every page is in its slab.
+//
+// DESIGN. A page may be found when the index has it in a frame of the slab that the node's account calls cached. The
+// account is the node's, which changes it at any time; it is read here byte by byte, without its lock. The answer is of
+// some moment during the call, as it is where the lock is taken: it may be wrong a moment later either way.
+//
+// Threads: as in shortcut.hpp; a `SlabPages` may be used and stopped by any at any time.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "shortcut.hpp"
+
+namespace cachesvc {
+
+// Which pages the clients of a slab may find.
+class SlabPages {
+public:
+    // states [num_frames]: the account; a frame whose page may be found has the value `cached`. `owner` keeps it in
+    // memory.
+    SlabPages(std::shared_ptr<PageIndex> index, int slot, std::span<const uint8_t> states,
+              std::shared_ptr<const void> owner, uint8_t cached)
+        : index_(std::move(index)), slot_(slot), states_(states), owner_(std::move(owner)), cached_(cached) {}
+
+    // Whether every one of keys [n, 32] may be found.
+    bool have_all(std::span<const uint8_t> keys, FoundPlaces& found) const;
+
+    // The slab is going away: its clients hear that from its node.
+    void stop() { is_stopped_ = true; }
+
+private:
+    const std::shared_ptr<PageIndex> index_;
+    const int slot_;
+    const std::span<const uint8_t> states_;
+    const std::shared_ptr<const void> owner_;
+    const uint8_t cached_;
+    std::atomic<bool> is_stopped_ = false;
+};
+
+// Numbers are those of the client's calls.
+class StoreShortcut final : public Shortcut {
+public:
+    static constexpr size_t tag_bytes = 8;
+
+    // `wrapper` makes the node's keys of the client's; `tag` [8] is what they end with.
+    StoreShortcut(std::shared_ptr<const SlabPages> pages, const HashWrapper& wrapper, const uint8_t* tag, size_t max_keys);
+
+private:
+    size_t answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) override;
+    bool has_all(std::span<const uint8_t> client_keys);
+
+    const std::shared_ptr<const SlabPages> pages_;
+    const HashWrapper wrapper_;
+    std::array<uint8_t, tag_bytes> tag_;
+    const size_t max_keys_;
+    std::vector<uint8_t> keys_;
+    FoundPlaces found_;
+};
+
+}  // namespace cachesvc

@@ -1,0 +1,153 @@
+"""What the channel answers in front of a session of node-managed memory is what the session would say."""
+
+import gc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
+from cachesvc.node.store_sessions import BadRequest
+from storage_backends.base import Outcome
+from tests.helpers.store_user import PAGE_BYTES, StoreUser, check_conserved, some_keys
+
+OK, MISS, UNAVAILABLE = int(Outcome.OK), int(Outcome.MISS), int(Outcome.UNAVAILABLE)
+KEYS = some_keys(40)
+
+
+@pytest.fixture
+def bare():
+    """A node without tiers."""
+    with Node([], manual=True, options=NodeOptions(managed_bytes=64 * PAGE_BYTES)) as node:
+        yield node
+        check_conserved(node)
+
+
+def missing_at(row):
+    keys = KEYS[:8].copy()
+    keys[row] = KEYS[30]
+    return keys
+
+
+@pytest.mark.parametrize("row", range(8))
+def test_one_page_that_is_missing_is_the_sessions(bare, row):
+    user = StoreUser(bare, frames=16)
+    user.put(KEYS[:8])
+    assert user.contains_natively(missing_at(row)) is None
+    assert user.contains(missing_at(row)) == [MISS if at == row else OK for at in range(8)]
+
+
+def test_pages_asked_for_twice_and_in_any_order_are_there(bare):
+    user = StoreUser(bare, frames=16)
+    user.put(KEYS[:8])
+    keys = KEYS[np.random.default_rng(3).integers(0, 8, 1600)]
+    assert user.contains_natively(keys) == user.contains(keys) == [OK] * 1600
+
+
+def test_more_keys_than_a_call_may_have_are_the_sessions(bare):
+    user = StoreUser(bare)
+    user.put(KEYS[:1])
+    assert user.contains_natively(KEYS[[0] * 2048]) == [OK] * 2048
+    assert user.contains_natively(KEYS[[0] * 2049]) is None
+
+
+@pytest.mark.parametrize("other", [{"tenant": "team-b"}, {"namespace": "app/other"}, {"page_bytes": 8192}])
+def test_the_pages_of_others_are_not_there(bare, other):
+    user, stranger = StoreUser(bare), StoreUser(bare, **other)
+    user.put(KEYS[:4])
+    assert stranger.contains_natively(KEYS[:4]) is None
+    stranger.put(KEYS[:4])
+    assert stranger.contains_natively(KEYS[:4]) == [OK] * 4
+
+
+def test_pages_are_not_there_while_they_are_written_nor_when_they_have_left(bare):
+    user, writer = StoreUser(bare), StoreUser(bare)
+    reserved = writer.reserve(KEYS[:4])
+    assert user.contains_natively(KEYS[:4]) is None
+    writer.write(KEYS[:4], reserved.frames)  # records that show the keys, in frames that nobody has been promised
+    assert user.contains_natively(KEYS[:4]) is None
+    writer.commit(reserved)
+    assert user.contains_natively(KEYS[:4]) == [OK] * 4
+    for first in (8, 12):
+        writer.put(KEYS[first : first + 4])
+    assert user.contains_natively(KEYS[:4]) is None  # evicted
+    assert user.contains_natively(KEYS[8:16]) == [OK] * 8
+
+
+def test_a_page_written_again_into_the_frame_that_it_left_is_not_there_before_its_commit(bare):
+    """The index still names the frame, and its record shows the key: only the account knows."""
+    user = StoreUser(bare, frames=2)
+    user.put(KEYS[:1])
+    user.put(KEYS[1:2])
+    user.commit(user.reserve(KEYS[2:3]), [False])  # takes the frame, and never writes it
+    reserved = user.reserve(KEYS[:1])
+    user.write(KEYS[:1], reserved.frames)
+    assert user.session.slab.parts.pages.find(user.session.slab.slot, user.own_keys(KEYS[:1]))[0] >= 0
+    assert user.contains_natively(KEYS[:1]) is None
+    user.commit(reserved)
+    assert user.contains_natively(KEYS[:1]) == [OK]
+
+
+def test_deleted_and_cleared_pages_are_not_there(bare):
+    user, reader = StoreUser(bare), StoreUser(bare)
+    user.put(KEYS[:4])
+    found = reader.find(KEYS[:1])
+    user.delete(KEYS[:2])
+    assert user.contains_natively(KEYS[:1]) is user.contains_natively(KEYS[1:2]) is None
+    assert user.contains_natively(KEYS[2:4]) == [OK] * 2
+    user.ask("clear")
+    assert user.contains_natively(KEYS[2:4]) is None
+    reader.session.release(found.call)
+
+
+def test_pages_of_a_frame_that_is_quarantined_are_not_there(bare):
+    user = StoreUser(bare)
+    lost = StoreUser(bare)
+    lost.write(KEYS[:4], lost.reserve(KEYS[:4]).frames)
+    bare.managed.lost(lost.session)
+    assert user.session.slab.counts()["quarantined"] == 4
+    assert user.contains_natively(KEYS[:4]) is None
+
+
+def test_a_page_whose_record_is_not_stable_is_not_there(bare):
+    user = StoreUser(bare)
+    user.put(KEYS[:4])
+    user.region.begin_write(np.arange(8, dtype=np.int32))
+    assert user.contains_natively(KEYS[:4]) is None
+    assert user.contains(KEYS[:4]) == [MISS] * 4
+
+
+def test_a_session_that_has_ended_and_a_slab_that_drains_are_asked(bare):
+    users = [StoreUser(bare), StoreUser(bare), StoreUser(bare)]
+    users[0].put(KEYS[:4])
+    bare.managed.leave(users[0].session)
+    bare.managed.lost(users[1].session)
+    assert [user.contains_natively(KEYS[:4]) for user in users] == [None, None, [OK] * 4]
+    users[2].session.slab.begin_draining()
+    assert users[2].contains_natively(KEYS[:4]) is None
+    assert users[2].contains(KEYS[:4]) == [UNAVAILABLE] * 4
+
+
+def test_the_number_of_a_call_is_used_up_whoever_answers(bare):
+    user = StoreUser(bare)
+    user.put(KEYS[:4])
+    assert user.contains_natively(KEYS[:4]) == [OK] * 4
+    with pytest.raises(BadRequest, match=f"call {user.call} after call {user.call}"):
+        user.session.contains(user.call, KEYS[:4])
+    user.contains(KEYS[:4])
+    user.call -= 1
+    assert user.contains_natively(KEYS[:4]) is None
+
+
+def test_a_shortcut_outlives_its_slab(bare):
+    """A connection may have one for a moment longer than the node has the slab: it answers nothing, and reads no memory
+    that is gone."""
+    user = StoreUser(bare)
+    user.put(KEYS[:4])
+    bare.managed.leave(user.session)
+    assert bare.managed.drop_unused()
+    shortcut, user.session = user.session.shortcut, None
+    gc.collect()
+    user.session = SimpleNamespace(shortcut=shortcut)
+    assert user.contains_natively(KEYS[:4]) is None
