@@ -16,6 +16,7 @@ from storage_backends.redis.backend import RedisBackend
 from storage_backends.redis.config import RedisConfig
 from storage_backends.registry import open_backend
 from storage_backends.testing.conformance import StorageConformance
+from tests.conformance.media import AsANodeOpensIt
 from tests.helpers.redis_servers import (
     PASSWORD,
     USER,
@@ -103,6 +104,10 @@ class TestCluster(OnCluster, StorageConformance):
 
 class TestVerifiedClusterInLayers(InLayers, OnCluster, StorageConformance):
     pass
+
+
+class TestBoundedCluster(AsANodeOpensIt, OnCluster, StorageConformance):
+    """As with `capacity_bytes` of a tier."""
 
 
 @pytest.mark.system
