@@ -84,9 +84,7 @@ class NixlDirectory(ObjectDirectory):
             with ExitStack() as opened:
                 made = {i: self._create(opened, names[i], int(numbers[i])) for i in group}
                 files = {i: fd for i, fd in made.items() if fd is not None}
-                if self._moved(self._agent.write, files, lengths, segments):
-                    for i, fd in files.items():
-                        os.utime(fd, ns=(int(modified_ns[i]), int(modified_ns[i])))
+                if self._moved(self._agent.write, files, lengths, segments) and _stamped(files, modified_ns):
                     errors[list(files)] = 0
                 else:
                     self._files.discard(ids, numbers, np.isin(np.arange(len(ids)), list(files)))
@@ -144,3 +142,13 @@ class NixlDirectory(ObjectDirectory):
             with suppress(OSError):
                 os.mkdir(name[:2], 0o700, dir_fd=self._root)
         return None
+
+
+def _stamped(files: dict[int, int], modified_ns: NDArray[np.int64]) -> bool:
+    """Whether the files (position: descriptor) could all be given their times."""
+    try:
+        for i, fd in files.items():
+            os.utime(fd, ns=(int(modified_ns[i]), int(modified_ns[i])))
+    except OSError:
+        return False
+    return True

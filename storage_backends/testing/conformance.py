@@ -297,6 +297,8 @@ class StorageConformance:
         size = int(backend.sizes(ids)[0])
         assert {int(length) for batch in batches for length in batch.lengths} == {size}
         assert all(len(batch.modified_ns) == len(batch.ids) for batch in batches)
+        is_dated = backend.capabilities().dated
+        assert all(((batch.modified_ns > 0) == is_dated).all() for batch in batches), "0 unless it says when: `dated`"
 
     def test_usage_follows_put_and_delete(self, backend: StorageBackend) -> None:
         ids, _ = self.put(backend, 4)

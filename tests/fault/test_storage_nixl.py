@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -67,6 +68,19 @@ class TestWhoMovesWhat:
             assert (backend.get_into(ids, target.segments()) == Outcome.OK).all()
             assert np.array_equal(target.rows, pages.rows)
             assert native_files(backend) == 0
+
+    def test_a_file_that_cannot_be_given_its_time_is_written_natively(
+        self, backend: NixlBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(*_: object, **__: object) -> None:
+            raise OSError(errno.EIO, "no")
+
+        monkeypatch.setattr(os, "utime", refused)
+        ids, pages = make_ids(4), Buffers.make(4, SIZE, seed=1)
+        assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.OK] * 4
+        assert native_files(backend) == 4
+        assert list((tmp_path / "pages").glob("*/*.tmp")) == []
+        assert backend.usage().used_bytes == 4 * SIZE
 
     def test_what_is_not_as_asked_is_told_natively(self, backend: NixlBackend, tmp_path: Path) -> None:
         ids, pages = make_ids(4), Buffers.make(4, SIZE, seed=1)
