@@ -202,6 +202,22 @@ class TestRefused:
         with closing(opened(**options)) as backend:
             assert contains_or_fails(backend, make_ids(2)) == [Outcome.FAILED] * 2
 
+    def test_a_password_that_is_changed_under_us_and_back(self, own_server: Server) -> None:
+        """Connections that are let in go on; new ones are refused, which is the server's answer and no silence."""
+        ids, pages = make_ids(2), Buffers.make(2, SIZE, seed=1)
+        url = f"redis://{USER}:{PASSWORD.replace('/', '%2F')}@127.0.0.1:{own_server.port}"
+        options = {"url": url, "layers": {"breaker_failures": 2, "breaker_pause_s": 0.05}}
+        with closing(open_backend("redis", options)) as backend, own_server.client() as client:
+            assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.OK] * 2
+            client.execute_command("ACL", "SETUSER", USER, "resetpass", ">another")
+            assert contains_or_fails(backend, ids) == [Outcome.OK] * 2
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            assert contains_or_fails(backend, ids) == [Outcome.FAILED] * 2
+            until(lambda: contains_or_fails(backend, ids) == [Outcome.UNAVAILABLE] * 2)
+            assert not backend.is_serving()
+            client.execute_command("ACL", "SETUSER", USER, "resetpass", f">{PASSWORD}")
+            until(lambda: contains_or_fails(backend, ids) == [Outcome.OK] * 2)
+
     def test_a_user_without_scripts_needs_none_and_without_writes_reads(self, own_server: Server) -> None:
         ids, pages = make_ids(2), Buffers.make(2, SIZE, seed=1)
         with own_server.client() as client:
@@ -455,6 +471,20 @@ class TestWriters:
             assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.EXISTS] * 3
             lives = [client.pttl(key_of(prefix, object_id.tobytes())) for object_id in ids]
             assert all(life == -1 if ttl_s is None else life > 60_000 for life in lives)
+
+    def test_a_temporary_object_that_a_full_server_gave_up(self, valkey_server: Server) -> None:
+        prefix, ids, pages = fresh_prefix(), make_ids(3), Buffers.make(3, SIZE, seed=1)
+        lost = key_of(prefix, ids[1].tobytes()).decode()
+        with closing(opened(url=valkey_server.unix_url, prefix=prefix)) as backend, valkey_server.client() as client:
+
+            def guard() -> NDArray[np.bool_]:
+                assert client.delete(*client.scan_iter(f"{lost}:*")) == 1
+                return np.ones(3, dtype=np.bool_)
+
+            found = backend.put_from(ids, pages.segments(), guard)
+            assert found.tolist() == [Outcome.OK, Outcome.NO_SPACE, Outcome.OK]
+            assert backend.contains(ids).tolist() == [Outcome.OK, Outcome.MISS, Outcome.OK]
+            assert len(list(client.scan_iter(f"{prefix}*"))) == 2
 
     def test_whoever_comes_second_leaves_nothing(self, valkey_server: Server) -> None:
         """Between the look and the name somebody else was faster; his time to live stays his."""
