@@ -78,12 +78,15 @@ class Gate:
         try:
             ticket = circuit.admit()
         except StorageUnavailable:
-            return self._answered(verb, outcomes(num_pages, Outcome.UNAVAILABLE))
+            self._count(verb, _counts_of(outcomes(num_pages, Outcome.UNAVAILABLE)))
+            return outcomes(num_pages, Outcome.UNAVAILABLE)
         verdict = Verdict.NOTHING
         try:
             results = ask()
-            verdict = _verdict(results)
-            return self._answered(verb, results)
+            counts = _counts_of(results)
+            verdict = _verdict(counts)
+            self._count(verb, counts)
+            return results
         finally:
             circuit.record(ticket, verdict)
 
@@ -100,24 +103,29 @@ class Gate:
             if counts.any()
         }
 
-    def _answered(self, verb: StoreVerb, results: Outcomes) -> Outcomes:
-        """Counts them. A spell in which the node answers nothing of a verb is logged at its begin and its end, verb by
-        verb: while a medium hangs, queries go on being answered between reads that are not."""
-        is_lost: NDArray[np.bool_] = (results == Outcome.UNAVAILABLE) | (results == Outcome.TIMEOUT)
+    def _count(self, verb: StoreVerb, counts: list[int]) -> None:
+        """Adds pages by outcome. A spell in which the node answers nothing of a verb is logged at its begin and end,
+        verb by verb: while a medium hangs, queries go on being answered between reads that are not."""
+        num_pages, num_lost = sum(counts), counts[Outcome.UNAVAILABLE] + counts[Outcome.TIMEOUT]
         with self._lock:
-            self._counts[VERBS.index(verb)] += np.bincount(results, minlength=len(Outcome))
+            self._counts[VERBS.index(verb)] += counts
             was_away = verb in self._away
-            is_away = bool(is_lost.all()) if len(results) else was_away
+            is_away = num_lost == num_pages if num_pages else was_away
             (self._away.add if is_away else self._away.discard)(verb)
         if is_away and not was_away:
-            logger.warning("%s: the node does not answer (%d pages): they count as not stored", verb, len(results))
+            logger.warning("%s: the node does not answer (%d pages): they count as not stored", verb, num_pages)
         if was_away and not is_away:
             logger.warning("%s: the node answers again", verb)
-        return results
 
 
-def _verdict(results: Outcomes) -> Verdict:
-    if (results == Outcome.TIMEOUT).any():
+def _counts_of(results: Outcomes) -> list[int]:
+    """Pages by outcome: the one look at a call's pages, from which all else follows."""
+    counts: list[int] = np.bincount(results, minlength=len(Outcome)).tolist()
+    return counts
+
+
+def _verdict(counts: list[int]) -> Verdict:
+    if counts[Outcome.TIMEOUT]:
         return Verdict.FAILS
     # Without a connection nothing was tried: whether the verb works is not known.
-    return Verdict.NOTHING if (results == Outcome.UNAVAILABLE).all() else Verdict.WORKS
+    return Verdict.NOTHING if counts[Outcome.UNAVAILABLE] == sum(counts) else Verdict.WORKS

@@ -9,6 +9,7 @@ from __future__ import annotations
 import binascii
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ Bools = NDArray[np.bool_]
 
 HASH_DIGITS = 64
 NEARLY_OVER_S = 1e-3
+WORST_GOOD = np.uint8(Outcome.EXISTS)  # of an array's own kind: comparing it with an enumeration costs 25 µs in a query
 
 
 @dataclass(frozen=True)
@@ -176,14 +178,13 @@ class PoolStore:
         """Whether every shard of the page is as asked for: EXISTS is, for a page that was put."""
 
         def ask_all() -> Outcomes:
-            results = outcomes(count, Outcome.OK)
+            answers = []
             for shard in self._shards:
                 left_s = deadline.left_s
-                answers = ask(shard, left_s) if left_s else outcomes(count, Outcome.TIMEOUT)
-                results = np.maximum(results, answers)
-            return results
+                answers.append(ask(shard, left_s) if left_s else outcomes(count, Outcome.TIMEOUT))
+            return reduce(np.maximum, answers)
 
-        good: Bools = self._gate.call(verb, count, ask_all) <= Outcome.EXISTS
+        good: Bools = self._gate.call(verb, count, ask_all) <= WORST_GOOD
         return good
 
 
