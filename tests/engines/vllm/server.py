@@ -21,6 +21,7 @@ from tests.helpers.process import ServingProcess
 HANG_S = 280.0
 MODEL = "model"
 KV_BYTES = 64 * settings.MIB
+FIRST_FORWARD = ("--compilation-config", '{"mode": 1, "backend": "eager"}')
 
 
 class VllmServer(ServingProcess):
@@ -34,23 +35,30 @@ class VllmServer(ServingProcess):
         *,
         flags: Sequence[str] = (),
         dtype: str = "float32",
-        kv_bytes: int = KV_BYTES,
+        kv_bytes: int | None = KV_BYTES,
         environment: Mapping[str, str] | None = None,
         configure: Callable[[dict[str, object]], dict[str, Any]] = settings.spied,
     ) -> None:
-        """`configure` makes the value of --kv-transfer-config of the options."""
+        """`configure` makes the value of --kv-transfer-config of the options.
+
+        `kv_bytes` None: a GiB, and a first forward, as vLLM makes one for models that it compiles.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="cs")
         self.socket = Path(self._folder.name) / "http.sock"
         config = None if options is None else configure(options)
         command = [
             *(sys.executable, "-m", "tests.engines.vllm.serve", "serve", str(settings.MODELS / model)),
-            *("--served-model-name", MODEL, "--uds", str(self.socket), "--enforce-eager", "--dtype", dtype),
-            *("--block-size", str(settings.BLOCK_SIZE), "--kv-cache-memory-bytes", str(kv_bytes)),
+            *("--served-model-name", MODEL, "--uds", str(self.socket), "--dtype", dtype),
+            *("--block-size", str(settings.BLOCK_SIZE)),
+            *(FIRST_FORWARD if kv_bytes is None else ("--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes))),
             *("--enable-prompt-tokens-details", "--generation-config", "vllm", "--max-model-len", "8192"),
             *([] if config is None else ["--kv-transfer-config", json.dumps(config)]),
             *flags,
         ]
         own = {**settings.ENVIRONMENT, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_SERVER_DEV_MODE": "1"}
+        own["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # whatever this process has set for itself
+        if kv_bytes is None:
+            own["VLLM_CPU_KVCACHE_SPACE"] = "1"
         super().__init__(command, home.path, home.environment(**own, **(environment or {})), HANG_S)
         self._threads = ThreadPoolExecutor(64)
 
@@ -89,6 +97,18 @@ class VllmServer(ServingProcess):
         for process in reversed(self.family()) if self.process.poll() is None else ():
             process.kill()
         super().kill()
+
+    def worker(self) -> psutil.Process:
+        """The process of its only rank."""
+        [worker] = [process for process in self.family() if any("Worker" in word for word in process.cmdline())]
+        return worker
+
+    def kill_but(self, spared: psutil.Process) -> None:
+        """All of it but one process, which keeps what it has."""
+        for process in reversed(self.family()):
+            if process != spared:
+                process.kill()
+        self.process.wait(HANG_S)
 
     # ---- requests
 

@@ -15,7 +15,7 @@ from tests.engines.vllm.answers import FP32_TOLERANCE, Answer, assert_same
 from tests.engines.vllm.conftest import on
 from tests.engines.vllm.events import Subscriber
 from tests.engines.vllm.prompts import random_tokens
-from tests.engines.vllm.server import HANG_S, VllmServer
+from tests.engines.vllm.server import HANG_S, KV_BYTES, VllmServer
 from tests.engines.vllm.settings import BLOCK_SIZE
 from tests.engines.vllm.watch import Watch
 from tests.helpers.daemon import DaemonProcess, Home
@@ -134,7 +134,8 @@ def test_events_tell_what_the_host_has(engine: VllmServer, subscriber: Subscribe
 
 
 def test_killed_under_load_and_started_again(engine: VllmServer, home: Home, watch: Watch) -> None:
-    """With the printed launch line; the first request finds its prefix in the memory that the daemon has kept."""
+    """With the printed launch line; the first request finds its prefix in the memory of the engine before, of which a
+    worker is left that stands still in the middle of its work: it has the memory, and may write it, until it ends."""
     prompt = random_tokens(63, 600)
     before = copied(engine)
     answer: Answer = engine.ask(prompt)
@@ -142,20 +143,28 @@ def test_killed_under_load_and_started_again(engine: VllmServer, home: Home, wat
     for seed in range(8):
         engine.ask_soon(random_tokens(70 + seed, 3000), 64).add_done_callback(lambda ended: ended.exception())
     until(lambda: engine.metric("vllm:num_requests_running") > 0)
-    engine.kill()
+    worker = engine.worker()
+    worker.suspend()
+    engine.kill_but(worker)
     watch.check()
     with VllmServer(home, {}, configure=printed(home)) as again:
         first = again.ask(prompt)
         assert first.cached_tokens == 576
         assert_same(first, answer, FP32_TOLERANCE)
+        worker.resume()
+        worker.wait(HANG_S)
+        settle(again)
+        assert_same(again.ask(prompt), answer, FP32_TOLERANCE)
         settle(again)
 
 
-def test_two_ranks(home: Home, daemon: DaemonProcess, watch: Watch) -> None:
-    """Tensor parallel: each rank's part of a page comes back to it."""
-    flags = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
-    environment = {**watch.environment("two ranks"), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with VllmServer(home, on(home), flags=flags, environment=environment) as engine:
+@pytest.mark.parametrize(("kind", "kv_bytes"), [("tensor", KV_BYTES), ("pipeline", None)])
+def test_two_ranks(home: Home, daemon: DaemonProcess, watch: Watch, kind: str, kv_bytes: int | None) -> None:
+    """Each rank's part of a page comes back to it. Of three layers, one rank of a pipeline has two; without a first
+    forward the other one has no place for what it is sent."""
+    flags = (f"--{kind}-parallel-size", "2", "--distributed-executor-backend", "mp")
+    environment = {**watch.environment(kind), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with VllmServer(home, on(home), flags=flags, kv_bytes=kv_bytes, environment=environment) as engine:
         prompt = random_tokens(64, 400)
         cold = engine.ask(prompt, 8)
         device = engine.ask(prompt, 8)
