@@ -16,7 +16,7 @@ ENGINES := build/engines
 ENGINE_ENV := $(ENGINES)/$(ENGINE)
 ENGINE_PY := $(ENGINE_ENV)/bin/python
 ENGINE_PATCH := $(wildcard requirements/$(ENGINE)_patch.py)
-NATIVE := CMakeLists.txt kernels/CMakeLists.txt $(wildcard kernels/host/*) $(wildcard kernels/third_party/*/*)
+NATIVE := CMakeLists.txt kernels/CMakeLists.txt kernels/cachekernels/sources.py $(wildcard kernels/host/*) $(wildcard kernels/third_party/*/*)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup build check format test test-engines engine soak bench bench-engines demo proto clean

@@ -1,10 +1,13 @@
 #include "bindings.hpp"
 
+#include "source_digest.hpp"
+
 NB_MODULE(_core, m) {
     using namespace cachesvc;
     // A model or a tree that lives until the process ends is no leak worth a page of warnings.
     nanobind::set_leak_warnings(false);
     m.doc() = "Native core of cachesvc; use the typed faces in cachekernels.*";
+    m.attr("source_digest") = source_digest;
     bind_radix_tree(m);
     bind_page_keys(m);
     bind_page_format(m);
