@@ -12,7 +12,9 @@ import pytest
 from cachesvc.client.base import AttachRefused
 from cachesvc.commands.up import command as up_command
 from cachesvc.config.model import ConfigError, TierConfig
+from cachesvc.config.sources import load_config
 from cachesvc.daemon import tiers as daemon_tiers
+from cachesvc.daemon import up
 from cachesvc.daemon.summary import DoesNotFit, check_proc
 from cachesvc.daemon.tiers import open_tiers
 from cachesvc.outcomes import AttachResult
@@ -129,6 +131,16 @@ def test_as_many_engines_as_the_descriptors_allow(home):
 def test_without_proc_the_start_says_so(tmp_path):
     with pytest.raises(DoesNotFit, match=r"is not mounted: regions cannot be held .*mount -t proc"):
         check_proc(tmp_path)
+
+
+@pytest.mark.parametrize("begin", [up.compose, up.check])
+def test_no_start_and_no_check_does_without_proc(home, monkeypatch, begin):
+    def missing():
+        raise DoesNotFit("/proc is not mounted")
+
+    monkeypatch.setattr(up, "check_proc", missing)
+    with pytest.raises(DoesNotFit, match="not mounted"):
+        begin(load_config("cachesvc up", ["--tier", "[]", "--socket", str(home.socket)]))
 
 
 @pytest.mark.parametrize("case", CASES)

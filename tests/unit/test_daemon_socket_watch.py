@@ -198,16 +198,32 @@ def test_grpcs_socket_is_made_again(grpc_door, grpc_path, node):
     assert node.registry.snapshot()['cachesvc_socket_rebinds_total{door="grpc"}'] == 1
 
 
-def test_a_socket_that_cannot_be_made_again_leaves_the_server_that_is_there(grpc_door, grpc_path, health):
+def refuse_to_listen(*_):
+    raise OSError("cannot listen")
+
+
+@pytest.mark.parametrize("why", ["something else lies there", "gRPC cannot listen"])
+def test_a_socket_that_cannot_be_made_again_leaves_the_server_that_is_there(
+    grpc_door, grpc_path, health, monkeypatch, why
+):
     with grpc.insecure_channel(f"unix://{grpc_path}") as channel:
         stub = service_pb2_grpc.NodeStub(channel)
         stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S)
         grpc_path.unlink()
-        grpc_path.mkdir()
+        if why == "gRPC cannot listen":
+            monkeypatch.setattr(GrpcDoor, "_listen", refuse_to_listen)
+        else:
+            grpc_path.mkdir()
         grpc_door.update()
         assert not health.readiness().is_ready
         stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S)
+    if why == "gRPC cannot listen":
+        monkeypatch.undo()
+    else:
         grpc_path.rmdir()
+    grpc_door.update()
+    assert health.readiness().is_ready
+    assert is_served(grpc_path)
 
 
 @pytest.mark.parametrize("ends", ["stops", "looks and stops"])
