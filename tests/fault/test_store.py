@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from cachekernels.region import WriterConflict
+from cachekernels.region import Side, WriterConflict
 
 import cachesvc
 from cachesvc.client.base import AttachRefused
@@ -246,6 +246,15 @@ def test_a_store_opened_before_a_fork_is_not_used_in_the_child(door):
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert got(store) == [OK] * 4
+
+
+def test_a_client_holds_its_slab_as_long_as_it_may_write_there(node, door):
+    """The node proves by this lock that one which it cannot see writes no more."""
+    with opened(door.path) as store:
+        assert store.contains(KEYS).tolist() == [MISS] * 4
+        (slab,) = node.managed.slabs()
+        assert slab.region.is_held(Side.ENGINE)
+    assert not slab.region.is_held(Side.ENGINE)
 
 
 def test_a_refusal_says_need_and_have(door):
