@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
 
 PAGES = 1984
 """Tokens of a prompt's whole pages."""
+OURS_IN_TRACES = ("/engine_plugin/", "/cachesvc/client/", "/storage_backends/")
 OURS, FILES, FILLERS = prompt(1), prompt(2), (prompt(3), prompt(4), prompt(5))
 
 
@@ -65,6 +66,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             first.attach(files)
             answers["file: cold"] = first.ask(FILES)
             first.detach()
+            story.log += first.output  # what its processes say of each other when they are killed is no report
             first.kill()
         with Server(model, [*ours, "--enable-metrics"]) as second:
             second.ask(FILLERS[0])  # what a process does once only
@@ -78,9 +80,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             second.attach(media.attached(ours, module_path="tampered_storage", class_name="Scaled"))
             answers["control"] = second.ask(OURS)
             second.detach()
-            story.log = first.output + second.output
+            calm = len(second.output)
+            story.log += second.output[:calm]
             second.refuses(media.attached(ours, adress="auto"))
-            story.refused = second.output[len(story.log) - len(first.output) :]
+        story.refused = second.output[calm:]
     for name, answer in answers.items():
         print(f"{name:20} {answer.first_s * 1e3:8.0f} ms to the first token, {answer}")
     return story
@@ -138,7 +141,7 @@ def test_nothing_was_reported_that_has_to_do_with_a_storage(story: Story) -> Non
         if f"{REPORT}WARNING sglang" not in line or "mem_cache" in line or "cache_controller" in line
     ]
     assert not wrong
-    assert not [line for line in story.log if "Traceback (most recent call last)" in line]
+    assert not [line for line in story.log if any(folder in line for folder in OURS_IN_TRACES)], "in no trace either"
 
 
 def test_the_control_shows_that_it_would_have_been_reported(story: Story) -> None:
