@@ -15,6 +15,7 @@ from storage_backends.base import Outcome, Outcomes
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 
+LAST_OUTCOME = max(Outcome)
 MAX_BYTES = 1 << 50  # of a page or a slab; more cannot be meant
 
 
@@ -75,7 +76,14 @@ def outcomes_of(data: bytes, count: int) -> Outcomes:
     """uint8 [count], a copy. BadMessage: another number of them."""
     if len(data) != count:
         raise BadMessage(Reject.BAD_LENGTH, f"{len(data)} outcomes of {count} pages")
-    return np.frombuffer(data, np.uint8).copy()
+    return known_outcomes(np.frombuffer(data, np.uint8).copy())
+
+
+def known_outcomes(results: Outcomes) -> Outcomes:
+    """`results` [n] as a node sent them, changed in place: what a newer node may say and this version does not know is
+    FAILED, which is no page."""
+    results[results > LAST_OUTCOME] = Outcome.FAILED
+    return results
 
 
 def outcome_of(message: managed_pb2.Cleared) -> Outcome:

@@ -612,3 +612,11 @@ def test_a_door_that_is_no_node_is_an_outcome(tmp_path):
         listener.listen()
         store = opened(path, connect_timeout_s=0.05)
         assert got(store) == [UNAVAILABLE] * 4
+
+
+def test_an_outcome_that_a_newer_node_says_is_no_page(door, monkeypatch):
+    with opened(door.path) as store:
+        store.put(KEYS, PAGES)
+        said = np.array([Outcome.OK, Outcome.MISS, max(Outcome) + 1, 255], np.uint8)
+        monkeypatch.setattr(store._connection._link._link, "contains", lambda *_: (4, said))
+        assert store.contains(KEYS).tolist() == [OK, MISS, Outcome.FAILED, Outcome.FAILED]

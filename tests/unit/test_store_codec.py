@@ -87,6 +87,12 @@ def test_lengths_that_do_not_fit_are_refused(decode):
     assert bad.value.reason is Reject.BAD_LENGTH
 
 
+def test_outcomes_of_a_newer_node_are_no_pages():
+    data = bytes([Outcome.OK, max(Outcome), max(Outcome) + 1, 255])
+    expected = [Outcome.OK, max(Outcome), Outcome.FAILED, Outcome.FAILED]
+    assert store_codec.outcomes_of(data, 4).tolist() == expected
+
+
 def test_an_outcome_that_is_none_is_refused():
     assert store_codec.outcome_of(messages()["cleared"].cleared) is Outcome.FAILED
     with pytest.raises(BadMessage) as bad:
