@@ -268,8 +268,12 @@ class ObjectDirectory(StorageBackend):
             return not self._writers.is_registered()
 
     def sees_count(self) -> bool:
-        """Whether the room that all processes have taken can be told. No I/O."""
-        return self._writers.sees_count()
+        """Whether the room that all processes have taken can be told; once closed nobody has to know. No I/O."""
+        try:
+            with self._calls.call():  # or the count's memory may go under it
+                return self._writers.sees_count()
+        except StorageClosed:
+            return True
 
     def replaced_by(self, open_next: Callable[[], ObjectDirectory]) -> ObjectDirectory:
         """What `open_next` opens in this one's place, which is closed then. No call runs meanwhile, so that nothing is

@@ -703,6 +703,22 @@ class TestResources:
         assert growth(before) == []
         assert os.listdir(tmp_path / "writers") == []
 
+    def test_what_is_asked_when_it_has_been_closed_touches_no_memory_that_is_gone(self, tmp_path: Path) -> None:
+        """A put that has just ended asks whether the count is still there, and somebody has closed meanwhile."""
+        with opened(tmp_path) as backend:
+            ids, pages = make_ids(1), Buffers.make(1, OBJECT_BYTES, seed=1)
+            put, closing_it = backend._current.put_from, backend.close
+
+            def closed_on_the_way(*asked: object) -> Outcomes:
+                result = put(*asked)  # type: ignore[arg-type]
+                closing_it()
+                return result
+
+            backend._current.put_from = closed_on_the_way  # type: ignore[method-assign]
+            assert backend.put_from(ids, pages.segments()).tolist() == [Outcome.OK]
+            assert not backend.knows_all()
+            backend.touch(ids)
+
     def test_close_waits_for_calls_under_way(self, tmp_path: Path) -> None:
         order: list[str] = []
         writing, go_on = threading.Event(), threading.Event()
