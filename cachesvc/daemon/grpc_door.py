@@ -11,6 +11,7 @@ Needs grpcio, grpcio-health-checking and grpcio-reflection (the server extra).
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class GrpcDoor:
             StoreService(self._stores, max_message_bytes).methods(answers),
         )
         self._server = self._new_server()
+        self._looking = threading.Lock()
         self._claim, self._watch = self._bind()
         self.update()
         self._server.start()
@@ -76,8 +78,9 @@ class GrpcDoor:
 
     def update(self) -> None:
         """To be called now and then."""
-        if self._watch is not None:
-            self._watch.look()
+        with self._looking:
+            if self._watch is not None:
+                self._watch.look()
         serving = health_pb2.HealthCheckResponse.ServingStatus
         state = serving.SERVING if self._status.readiness().is_ready else serving.NOT_SERVING
         for name in ("", *SERVICES):
@@ -85,6 +88,8 @@ class GrpcDoor:
 
     def stop(self) -> None:
         """Ends calls under way, within a bound. A socket that is another daemon's by now is left alone."""
+        with self._looking:  # else it would be missed as soon as it is gone, and bound again
+            self._watch = None
         self._health.enter_graceful_shutdown()
         self._server.stop(STOP_S).wait(2 * STOP_S)
         self._stores.close()

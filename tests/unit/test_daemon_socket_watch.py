@@ -191,6 +191,19 @@ def test_grpcs_socket_is_its_owners_and_goes_with_it(grpc_door, grpc_path):
     assert os.listdir(grpc_path.parent) == []
 
 
+def test_grpcs_socket_that_goes_at_the_end_is_not_missed(grpc_door, grpc_path, node, monkeypatch):
+    release = Claim.release
+
+    def looked_at(claim):
+        release(claim)
+        grpc_door.update()
+
+    monkeypatch.setattr(Claim, "release", looked_at)
+    grpc_door.stop()
+    assert os.listdir(grpc_path.parent) == []
+    assert not node.registry.snapshot().get('cachesvc_socket_rebinds_total{door="grpc"}')
+
+
 def test_grpcs_socket_is_made_again(grpc_door, grpc_path, node):
     grpc_path.unlink()
     grpc_door.update()
