@@ -26,7 +26,7 @@ OWN = {
 OTHERS = {
     "engine": "Serve a model over HTTP, its KV cache in up to three tiers.",
     "demo": "Play agent sessions without tiers, with tiers, after a restart.",
-    "flags": "Print the line that launches vLLM with its KV cache in cachesvc.",
+    "flags": "Print the line that launches vLLM or SGLang on cachesvc.",
 }
 """What --help says of commands of this distribution that are not the node's; a command says more itself."""
 PASS_EVERYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

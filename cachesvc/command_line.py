@@ -63,22 +63,23 @@ def at_least(least: int, what: str = "") -> Callable[[str], int]:
 
 def number(text: str, most: float) -> float:
     """A number from 0 to `most`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {shown(text)!r}")
-    if value > most:
-        raise argparse.ArgumentTypeError(f"must be at most {most:g}, got {shown(text)}")
-    return value
+    return _number(text, most, "at least 0", lambda value: value >= 0)
 
 
 def above_zero(text: str, most: float) -> float:
     """A number above 0, up to `most`."""
-    value = number(text, most)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
+    return _number(text, most, "more than 0", lambda value: value > 0)
+
+
+def _number(text: str, most: float, expected: str, is_enough: Callable[[float], bool]) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not is_enough(value) or value == float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of {expected}, got {shown(text)!r}")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"must be at most {most:g}, got {shown(text)}")
     return value
 
 

@@ -15,7 +15,7 @@ from cachesvc.client.connect import socket_path_of
 from cachesvc.config.model import ConfigError
 from engine_plugin.hicache.config import AUTO, PRIVATE
 from storage_backends.options import hint
-from storage_backends.registry import known_backends
+from storage_backends.registry import check_options, known_backends
 from storage_backends.secrets import without_secrets
 
 
@@ -52,10 +52,20 @@ class PluginConfig(BaseModel):
                 f"storage_backend is for a private node, and the daemon at {self.address} has storage of its own "
                 "(cachesvc up --config FILE, sections [[tier]]); leave one of the two out"
             )
+        if self.storage_backend is not None:
+            _check_storage(self.storage_backend, self.storage_config)
         return self
 
 
 Config = TypeVar("Config", bound=PluginConfig)
+
+
+def _check_storage(backend: str, options: Mapping[str, object]) -> None:
+    """ValueError: what the node would refuse when it opens the tier, in a process of its own, long after."""
+    try:
+        check_options(backend, options)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"storage_config: {error}") from error
 
 
 def parsed(kind: type[Config], given: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> Config:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from storage_backends.base import StorageBackend
+from storage_backends.bounds import Capacity, capacity_of, in_bounds
 from storage_backends.errors import StorageConfigError
 from storage_backends.layers.stack import LayerOptions, in_layers
 
@@ -25,6 +27,15 @@ BUILT_IN = {
     "s3": "storage_backends.s3.backend:open_backend",
     "redis": "storage_backends.redis.backend:open_backend",
 }
+PARSERS = {
+    "file": "storage_backends.file.config:FileConfig.parse",
+    "fsspec": "storage_backends.fsspec.config:FsspecConfig.parse",
+    "memory": "storage_backends.memory.config:MemoryConfig.parse",
+    "nixl": "storage_backends.nixl.config:parse",
+    "redis": "storage_backends.redis.config:RedisConfig.parse",
+    "s3": "storage_backends.s3.config:S3Config.parse",
+}
+"""What reads the options of a backend of this distribution, and opens nothing."""
 LOOKS = {"file": "storage_backends.file.look:FileLook"}
 """What stands for a backend while a configuration is checked, where opening it would be noticed by others."""
 INSTALL = {
@@ -38,7 +49,9 @@ WITHOUT_SERVICE: Mapping[str, Mapping[str, object]] = {"redis": {"check_at_start
 """Options by which a backend opens although its service does not answer, where it would refuse otherwise."""
 WITHOUT_CAPACITY = frozenset({"fsspec", "redis", "s3"})
 """Backends of this distribution that have no capacity among their options."""
+CAPACITY = "capacity_bytes"
 Opener = Callable[[Mapping[str, object]], StorageBackend]
+Parser = Callable[[Mapping[str, object]], object]
 
 
 def known_backends() -> list[str]:
@@ -73,17 +86,51 @@ def look_at_backend(name: str, options: Mapping[str, object]) -> StorageBackend:
     return look({option: value for option, value in options.items() if option != "layers"})
 
 
+def check_options(name: str, options: Mapping[str, object]) -> None:
+    """Raises what `open_bounded` would for names and values of options, and opens nothing: no place, no connection.
+    What another distribution's backend takes is known to that one alone, which says so when it is opened."""
+    own, _ = _without_capacity(name, options)
+    LayerOptions.parse(own.pop("layers", {}))
+    if name in PARSERS:
+        parse: Parser = _load(EntryPoint(name, PARSERS[name], GROUP))
+        parse(own)
+
+
+def open_bounded(name: str, options: Mapping[str, object]) -> StorageBackend:
+    """As `open_backend`, and in bounds. Engines say a tier's capacity among its options whatever the backend."""
+    own, capacity = _without_capacity(name, options)
+    backend = open_backend(name, own)
+    try:
+        return in_bounds(backend, capacity)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def _without_capacity(name: str, options: Mapping[str, object]) -> tuple[dict[str, object], Capacity | None]:
+    """The backend's own options, and the capacity of a tier whose backend has none among them."""
+    own = dict(options)
+    if name not in WITHOUT_CAPACITY or CAPACITY not in own:
+        return own, None
+    return own, capacity_of(own.pop(CAPACITY))
+
+
 def _opener(name: str) -> Opener:
     points = entry_points(group=GROUP, name=name)
-    point = next(iter(points)) if points else EntryPoint(name, BUILT_IN[name], GROUP)
+    opener: Opener = _load(next(iter(points)) if points else EntryPoint(name, BUILT_IN[name], GROUP))
+    return opener
+
+
+def _load(point: EntryPoint) -> Any:
+    """What it names. StorageConfigError: it needs something that is not installed."""
     try:
-        opener: Opener = point.load()
+        return point.load()
     except ImportError as error:
         raise StorageConfigError(
-            f"storage backend {name!r} needs the package {error.name!r}, which is not installed{_install(name)}",
+            f"storage backend {point.name!r} needs the package {error.name!r}, which is not installed"
+            f"{_install(point.name)}",
             entry_point=point.value,
         ) from error
-    return opener
 
 
 def _install(name: str) -> str:

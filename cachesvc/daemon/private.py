@@ -35,15 +35,13 @@ from cachesvc.logs import log_to_stderr
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
-from storage_backends.bounds import Capacity, capacity_of, in_bounds
 from storage_backends.errors import StorageError
-from storage_backends.registry import WITHOUT_CAPACITY, open_backend
+from storage_backends.registry import open_bounded
 
 PR_SET_PDEATHSIG = 1
 END_S = 3.0
 """How long closing the door may take, and then the node. What the engine wanted stored it has waited for before."""
 MAX_SETTINGS_BYTES = 1 << 20
-CAPACITY = "capacity_bytes"
 
 log = logging.getLogger(__name__)
 
@@ -71,22 +69,10 @@ def open_tiers(wanted: list[Mapping[str, Any]]) -> list[Tier]:
     with ExitStack() as undo:
         tiers = []
         for one in wanted:
-            options, capacity = _split(one["backend"], one["options"])
-            backend = open_backend(one["backend"], options)
-            undo.callback(backend.close)
-            tiers.append(Tier(one["backend"], in_bounds(backend, capacity)))
+            tiers.append(Tier(one["backend"], open_bounded(one["backend"], one["options"])))
             undo.callback(tiers[-1].backend.close)
         undo.pop_all()
     return tiers
-
-
-def _split(backend: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], Capacity | None]:
-    """The backend's own options, and the capacity of a tier whose backend has none among them: engines say both in one
-    place, under one name."""
-    own = dict(options)
-    if backend not in WITHOUT_CAPACITY or CAPACITY not in own:
-        return own, None
-    return own, capacity_of(own.pop(CAPACITY))
 
 
 def _described(tier: Tier) -> dict[str, object]:

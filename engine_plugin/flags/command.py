@@ -67,12 +67,18 @@ def _parser() -> Parser:
         help="auto (default): this machine's daemon if it answers, else a node of the engine's own; private; unix:///PATH",
     )
     parser.add_argument(
-        "--storage", choices=known_backends(), help="keep pages there too (not with a daemon's address)"
+        "--storage", choices=known_backends(), help="keep pages there too; with --address private, a daemon has its own"
     )
     parser.add_argument(
         "--storage-config", type=_json_object, default={}, metavar="JSON", help="options of that storage backend"
     )
-    parser.add_argument("--host-memory", type=_gib, metavar="GIB", help="for pages, all ranks of the engine together")
+    parser.add_argument(
+        "--host-memory",
+        type=_gib,
+        metavar="GIB",
+        help="for pages, all ranks of the engine together: vLLM's host_size_gib; SGLang's memory_gib, in the node beside "
+        "SGLang's own host memory (default 1)",
+    )
     parser.add_argument("--group", type=not_empty, help="the name under which the node keeps the engine's memory")
     parser.add_argument("--json", action="store_true", help="argv, environment, options and notes as JSON")
     return parser

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TypeAlias
 
+from engine_plugin.hicache.config import PRIVATE
+
 PLACEHOLDER = "MODEL"
 """Stands where the model's name belongs when none was given."""
 
@@ -23,7 +25,13 @@ class Wish:
     group: str | None = None
 
     def node_options(self) -> dict[str, object]:
-        """Which node, and its storage, as every plug-in calls them."""
+        """Which node, and its storage, as every plug-in calls them. ValueError: storage that a daemon would refuse."""
+        if self.storage is not None and self.address != PRIVATE:
+            raise ValueError(
+                f"--storage {self.storage} is for a node of the engine's own, and with --address {self.address} an "
+                "error as soon as a daemon answers, which has storage of its own: say --address private, or give the "
+                "tier to the daemon (cachesvc up --config FILE, sections [[tier]])"
+            )
         options: dict[str, object] = {"address": self.address}
         if self.storage is not None:
             options["storage_backend"] = self.storage

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
+
 from engine_plugin.flags.launch import PLACEHOLDER, Launch, Wish
 from engine_plugin.sglang.config import parse_config
 
@@ -24,7 +26,7 @@ def launch(wish: Wish) -> Launch:
         raise ValueError(
             "group: SGLang keeps its host memory itself; pages in the node belong to a tenant, not a group"
         )
-    parse_config(options)
+    config = parse_config(options)
     return Launch(
         engine="sglang",
         argv=(
@@ -35,17 +37,19 @@ def launch(wish: Wish) -> Launch:
             *("--hicache-storage-backend-extra-config", json.dumps({**LOADED_AS, **options})),
         ),
         options=options,
-        notes=_notes(wish),
+        notes=_notes(wish, config.memory_gib),
     )
 
 
-def _notes(wish: Wish) -> tuple[str, ...]:
+def _notes(wish: Wish, memory_gib: float) -> tuple[str, ...]:
     notes = wish.model_notes()
     if wish.address == "auto":
         notes.append("Uses the daemon of this machine if it answers, else a node of each rank's own.")
     if wish.address != "private":
+        asked = np.format_float_positional(memory_gib, trim="-")
         notes.append(
-            "A daemon lends memory to SGLang only if it was given some: cachesvc up --memory.managed-bytes '8 GiB'."
+            f"A daemon lends SGLang memory_gib={asked} (--host-memory) if it was given as much: cachesvc up "
+            f"--memory.managed-bytes '{asked} GiB'."
         )
     if wish.address == "private" and wish.storage is None:
         notes.append(

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from storage_backends.errors import StorageConfigError
 from storage_backends.file.config import FileConfig
 from storage_backends.options import byte_size, check_names, one_of, path_of, whole_number
+from storage_backends.s3.config import S3Config
 
 OBJECTS: Final = "OBJ"
 """The plug-in that moves objects of S3 instead of files; its options are in objects.py."""
@@ -54,3 +56,20 @@ class NixlConfig:
     def parameters(self) -> dict[str, str]:
         """What the plug-in is created with."""
         return dict(ENGINES[self.engine]) if self.plugin == "POSIX" else {}
+
+
+def parse(options: Mapping[str, object]) -> NixlConfig | S3Config:
+    """Files, or what the plug-in OBJ is given. Raises StorageConfigError."""
+    if options.get("plugin") != OBJECTS:
+        return NixlConfig.parse(options)
+    return parse_objects({name: value for name, value in options.items() if name != "plugin"})
+
+
+def parse_objects(options: Mapping[str, object]) -> S3Config:
+    """options: those of the S3 backend, as far as the plug-in OBJ has them. Raises StorageConfigError."""
+    config = S3Config.parse(options, f"nixl, plugin {OBJECTS}")
+    if config.profile is not None:
+        raise StorageConfigError(
+            f"profile={config.profile!r}: the plug-in {OBJECTS} takes none; set AWS_PROFILE, or the keys"
+        )
+    return config

@@ -16,9 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from storage_backends.base import Outcome, Segments
-from storage_backends.errors import StorageConfigError
 from storage_backends.nixl.agent import Agent, Target, TransferFailed
-from storage_backends.nixl.config import OBJECTS
+from storage_backends.nixl.config import OBJECTS, parse_objects
 from storage_backends.per_object import PerObjectBackend
 from storage_backends.s3.backend import CAPABILITIES, check_bucket, make_client
 from storage_backends.s3.config import S3Config
@@ -31,11 +30,7 @@ OBJECT_CAPABILITIES: Final = replace(CAPABILITIES, name="nixl")
 def open_objects(options: Mapping[str, object]) -> PerObjectBackend:
     """options: those of the S3 backend. Raises StorageConfigError as that one does, and where the plug-in does not
     load."""
-    config = S3Config.parse(options, f"nixl, plugin {OBJECTS}")
-    if config.profile is not None:
-        raise StorageConfigError(
-            f"profile={config.profile!r}: the plug-in {OBJECTS} takes none; set AWS_PROFILE, or the keys"
-        )
+    config = parse_objects(options)
     check_bucket(config)
     client = make_client(config)
     agent = Agent(OBJECTS, parameters(config, client.meta.region_name), kind="OBJ")

@@ -11,7 +11,7 @@ import pytest
 
 from cachesvc.commands import status
 from tests.helpers.daemon import HANG_S, DaemonProcess, Home
-from tests.helpers.engine import NUM_PAGES, Engine
+from tests.helpers.engine import IDENTITY, NUM_PAGES, Engine
 
 WITHOUT_TORCH = """
 import importlib.abc, sys
@@ -118,6 +118,7 @@ def test_an_attached_engine_is_shown_everywhere(home):
         assert any(f"engine-1 attached, {NUM_PAGES} frames of " in line for line in daemon.output)
         parts = json.loads(home.run("status", "--json").stdout)
         assert [one["group"] for one in parts["sessions"]] == ["engine-1"]
+        assert f" {IDENTITY.namespace().hex()[:12]} " in shown
         assert [one["num_frames"] for one in parts["regions"]] == [NUM_PAGES]
         engine.client.detach()
         (kept,) = daemon.client.get("/api/regions").json()

@@ -17,6 +17,7 @@ from storage_backends.registry import known_backends
 from tests.oracles.pages import HANG_S
 
 ROOT = Path(__file__).parents[2]
+PRIVATE_FILE = ("vllm", "--address", "private", "--storage", "file")
 BLOCK = r"```\n(cachesvc flags [^\n]+)\n```\n(?:```\n([^`]*)```)?"
 
 
@@ -91,14 +92,18 @@ def test_a_private_node_without_storage_is_said_to_forget(capsys: pytest.Capture
         (["vllm", "--addres", "auto"], "did you mean --address"),
         (["vllm", "--address", "tcp://1.2.3.4"], "address"),
         (["vllm", "--address", "unix://relative"], "address"),
-        (["vllm", "--address", "unix:///a.sock", "--storage", "file"], "storage of its own"),
+        (["vllm", "--address", "unix:///a.sock", "--storage", "file"], "storage of its own: say --address private"),
+        (["vllm", "--storage", "file"], "--address auto an error as soon as a daemon answers"),
+        ([*PRIVATE_FILE, "--storage-config", '{"pth": "/x"}'], "storage_config: storage backend 'file' has no option"),
+        (["vllm", "--address", "private", "--storage", "s3"], "storage_config: bucket=None"),
         (["vllm", "--storage-config", '{"path": "/x"}'], "storage_config needs storage_backend"),
         (["vllm", "--storage", "fil"], "file"),
         (["vllm", "--storage", "file", "--storage-config", "[1]"], "a JSON object"),
         (["vllm", "--storage", "file", "--storage-config", "{"], "a JSON object"),
         (["vllm", "--host-memory", "0"], "more than 0"),
-        (["vllm", "--host-memory", "-1"], "at least 0"),
-        (["vllm", "--host-memory", "lots"], "a number"),
+        (["vllm", "--host-memory", "-1"], "more than 0"),
+        (["vllm", "--host-memory", "lots"], "a number of more than 0"),
+        (["vllm", "--host-memory", "inf"], "a number of more than 0"),
         (["vllm", "--model", " "], "must not be empty"),
         (["vllm", "--group", "g" * 201], "group"),
     ],
@@ -112,7 +117,7 @@ def test_what_does_not_fit_is_one_line(arguments: list[str], reason: str, capsys
 
 def documented() -> list[tuple[str, str]]:
     """Every `cachesvc flags …` of the documentation, and what is shown behind it, if anything is."""
-    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/vllm.md")]
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/vllm.md", "docs/sglang.md")]
     blocks = [found for text in texts for found in re.findall(BLOCK, text)]
     inline = [(found, "") for text in texts for found in re.findall(r"`(cachesvc flags [^`]+)`", text)]
     return blocks + inline
@@ -127,7 +132,8 @@ def test_what_the_documentation_says(line: str, shown: str, capsys: pytest.Captu
 
 
 def test_the_documentation_has_lines_to_try() -> None:
-    assert len(documented()) >= 4 and any(shown for _, shown in documented())
+    assert len(documented()) >= 7
+    assert {line.split()[2] for line, shown in documented() if shown} == set(ENGINES)
 
 
 def test_help_names_every_engine(capsys: pytest.CaptureFixture[str]) -> None:

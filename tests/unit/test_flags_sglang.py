@@ -50,7 +50,12 @@ def test_everything_that_is_said_arrives(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "reason"),
     [
         (["--address", "tcp://1.2.3.4"], "address"),
-        (["--address", "unix:///a.sock", "--storage", "file"], "storage of its own"),
+        (["--address", "unix:///a.sock", "--storage", "file"], "storage of its own: say --address private"),
+        (["--storage", "file"], "--address auto an error as soon as a daemon answers"),
+        (
+            ["--address", "private", "--storage", "file", "--storage-config", '{"pth": "/x"}'],
+            "storage_config: storage backend 'file' has no option 'pth'",
+        ),
         (["--storage-config", '{"path": "/x"}'], "storage_config needs storage_backend"),
         (["--group", "mine"], "group"),
     ],
@@ -66,7 +71,9 @@ def test_what_an_operator_would_trip_over_is_said(capsys: pytest.CaptureFixture[
     def notes(*arguments: str) -> str:
         return " ".join(launch(capsys, *arguments)["notes"])
 
-    assert "--memory.managed-bytes" in notes("--address", "unix:///run/n.sock")
+    assert "memory_gib=1 (--host-memory)" in notes("--address", "unix:///run/n.sock")
+    assert "--memory.managed-bytes '16.5 GiB'" in notes("--host-memory", "16.5")
+    assert "--memory.managed-bytes '0.00001 GiB'" in notes("--host-memory", "1e-5")
     assert "end with the engine" in notes("--address", "private")
     assert "end with the engine" not in notes("--address", "private", "--storage", "file")
     assert "MODEL stands for" in notes()

@@ -9,6 +9,7 @@ import pytest
 
 from cachesvc import cli
 from cachesvc.rpc.codec import versions
+from engine_plugin.flags.command import ENGINES
 
 SEEN = []
 
@@ -68,6 +69,7 @@ def test_help_says_of_each_command_what_it_does(capsys, monkeypatch):
     for text in (*cli.OTHERS.values(), *(text for _, text in cli.OWN.values())):
         assert text in told
     assert ":command" not in told
+    assert all(engine in told.lower() for engine in ENGINES)
 
 
 @pytest.mark.usefixtures("commands")

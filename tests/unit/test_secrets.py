@@ -82,6 +82,9 @@ def test_a_refusal_of_a_plug_ins_configuration_shows_none():
         parse_config({"storage_backend": "redis", "storage_config": URL})
     assert "storage_config" in str(refused.value)
     assert "hunter2" not in str(refused.value)
+    with pytest.raises(ConfigError, match="storage_config: url") as refused:
+        parse_config({"storage_backend": "redis", "storage_config": {"url": "redis://u:hunter2/@host"}})
+    assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

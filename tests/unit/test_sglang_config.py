@@ -39,6 +39,14 @@ def test_defaults_and_everything():
             {"storage_backend": "file", "address": "unix:///n.sock"},
             "the daemon at unix:///n.sock has storage of its own",
         ),
+        (
+            {"storage_backend": "file", "storage_config": {"pth": "/x"}, "address": "private"},
+            "storage_config: .*'pth'; did you mean 'path'",
+        ),
+        (
+            {"storage_backend": "redis", "storage_config": {"password_file": "/no/such/file"}},
+            "storage_config: password_file: '/no/such/file' cannot be read",
+        ),
         ({"model_revision": ""}, "model_revision: .*at least 1 character"),
     ],
 )

@@ -23,7 +23,7 @@ from storage_backends.memory.backend import MemoryBackend
 from storage_backends.memory.config import MemoryConfig
 from storage_backends.options import byte_size, one_of, whole_number
 from storage_backends.outcome import Outcome
-from storage_backends.registry import known_backends, open_backend
+from storage_backends.registry import check_options, known_backends, open_backend, open_bounded
 
 
 class TestOpening:
@@ -48,6 +48,35 @@ class TestOpening:
             with pytest.raises(StorageConfigError, match="capacity_bytes='much' is not a size"):
                 open_backend(name, {**place, "capacity_bytes": "much"})
 
+    def test_options_are_checked_as_opening_does_and_nothing_is_opened(self, tmp_path: Path) -> None:
+        assert registry.PARSERS.keys() == registry.BUILT_IN.keys()
+        given: dict[str, dict[str, object]] = {
+            "file": {"path": str(tmp_path / "pages")},
+            "fsspec": {"url": "file:///no/such/place", "capacity_bytes": "unlimited"},
+            "memory": {"capacity_bytes": "1 MiB"},
+            "nixl": {"path": str(tmp_path / "nixl")},
+            "redis": {"url": "redis://127.0.0.1:1", "capacity_bytes": "1 MiB", "layers": {"attempts": 1}},
+            "s3": {"bucket": "b", "endpoint": "http://127.0.0.1:1"},
+        }
+        for name in registry.BUILT_IN:
+            check_options(name, given[name])
+            for wrong, reason in (
+                ({"zzz": 1}, "has no option 'zzz'"),
+                ({"capacity_bytes": "much"}, "capacity_bytes='much' is not a size"),
+                ({"layers": {"deadline": 1}}, "did you mean 'deadline_s'"),
+            ):
+                with pytest.raises(StorageConfigError, match=reason):
+                    check_options(name, {**given[name], **wrong})
+                with pytest.raises(StorageConfigError, match=reason):
+                    open_bounded(name, {**given[name], **wrong})
+        assert list(tmp_path.iterdir()) == []
+        check_options("of_another_distribution", {"anything": 1})
+
+    def test_options_of_objects_that_nixl_moves(self) -> None:
+        check_options("nixl", {"plugin": "OBJ", "bucket": "b"})
+        with pytest.raises(StorageConfigError, match=r"'nixl, plugin OBJ' has no option 'path'"):
+            check_options("nixl", {"plugin": "OBJ", "bucket": "b", "path": "/x"})
+
     def test_unknown_name(self) -> None:
         with pytest.raises(StorageConfigError, match="no storage backend is called 'fil'; did you mean 'file'"):
             open_backend("fil", {})
@@ -69,8 +98,10 @@ class TestOpening:
     def test_missing_dependency_names_the_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
         point = EntryPoint("far", "no_such_package.backend:open_backend", registry.GROUP)
         monkeypatch.setattr(registry, "entry_points", lambda **_: [point])
-        with pytest.raises(StorageConfigError, match="needs the package 'no_such_package', which is not installed"):
-            open_backend("far", {})
+        monkeypatch.setitem(registry.PARSERS, "far", "no_such_package.config:parse")
+        for ask in (open_backend, check_options):
+            with pytest.raises(StorageConfigError, match="needs the package 'no_such_package', which is not installed"):
+                ask("far", {})
 
 
 class TestOptions:

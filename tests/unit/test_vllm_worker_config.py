@@ -79,6 +79,11 @@ def test_every_key_reaches_the_cache() -> None:
         ({"storage_backend": "fil"}, "did you mean 'file'"),
         ({"storage_config": {"path": "/x"}}, "storage_config needs storage_backend"),
         ({"storage_backend": "file", "address": "unix:///x"}, "has storage of its own"),
+        ({"storage_backend": "file", "storage_config": {"pth": "/x"}}, "storage_config: .*'pth'; did you mean 'path'"),
+        (
+            {"storage_backend": "redis", "storage_config": {"capacity_bytes": "much"}, "address": "auto"},
+            "storage_config: capacity_bytes='much' is not a size",
+        ),
     ],
 )
 def test_bad_input_names_the_key_and_what_is_valid(given: dict[str, Any], message: str) -> None:
