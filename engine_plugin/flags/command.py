@@ -76,8 +76,8 @@ def _parser() -> Parser:
         "--host-memory",
         type=_gib,
         metavar="GIB",
-        help="for pages, all ranks of the engine together: vLLM's host_size_gib; SGLang's memory_gib (default 1), of the "
-        "node, beside SGLang's own host memory",
+        help="for pages, all ranks of the engine together: vLLM's host_size_gib; for SGLang memory_gib (default 1), "
+        "which is the node's, beside SGLang's own",
     )
     parser.add_argument("--group", type=not_empty, help="the name under which the node keeps the engine's memory")
     parser.add_argument("--json", action="store_true", help="argv, environment, options and notes as JSON")

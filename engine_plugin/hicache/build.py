@@ -84,6 +84,6 @@ def _hierarchical(config: CacheConfig, pool: KVPool, identity: Identity, clock: 
 def _describe_host(config: CacheConfig, stride_bytes: int) -> str:
     num_frames = config.num_host_frames
     return (
-        f"host     {num_frames * config.page_size} tokens in {num_frames} frames, "
-        f"{size(num_frames * stride_bytes)}, {config.write_policy}"
+        f"host     {num_frames * config.page_size} tokens in {num_frames} frames of {size(stride_bytes)}, "
+        f"{size(num_frames * stride_bytes)} in all, {config.write_policy}"
     )

@@ -115,10 +115,14 @@ def _open_session(
         server = RegionServer(region)
         opened.callback(server.close)
         address = RegionAddress(server.socket_path, region.region_id, frame_offsets(shapes))
-        host = size(num_frames * region.stride_bytes)
-        log.info(
-            "host     %d tokens in %d frames, %s, all ranks together", num_frames * setup.page_tokens, num_frames, host
-        )
+        log.info("%s", _describe_host(num_frames, setup.page_tokens, region.stride_bytes))
         for line in link.describe():
             log.info("%s", line)
         return Session(core, address, opened.pop_all().close)
+
+
+def _describe_host(num_frames: int, page_tokens: int, stride_bytes: int) -> str:
+    return (
+        f"host     {num_frames * page_tokens} tokens in {num_frames} frames of {size(stride_bytes)}, "
+        f"{size(num_frames * stride_bytes)} in all, all ranks together"
+    )

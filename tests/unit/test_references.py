@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from cachesvc.outcomes import PrefetchEnd
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("kernels", "storage_backends", "cachesvc", "engine_plugin", "bench", "docs", "proto", "examples")
 ENDINGS = {".py", ".cpp", ".hpp", ".proto", ".md"}
@@ -25,6 +27,11 @@ def test_every_page_that_is_named_exists() -> None:
     pages = {path.name for path, _ in texts() if path.suffix == ".md"}
     named = [(str(path), name) for path, text in texts() for name in re.findall(r"\b[A-Z]{2,}\.md\b", text)]
     assert [pair for pair in named if pair[1] not in pages] == []
+
+
+def test_ends_of_prefetches_that_pages_name_are_counted() -> None:
+    named = {end for _, text in texts() for end in re.findall(r'prefetches_total\{end="(\w+)"\}', text)}
+    assert named and named <= set(PrefetchEnd)
 
 
 def test_links_between_pages_lead_somewhere() -> None:
