@@ -91,7 +91,7 @@ def size_of(folder: Path) -> int:
 
 @figure("daemon.installed", unit="MB", target="value<=150")
 def installed_size(run: Run) -> Measurement:
-    """What `pip install 'cachesvc[server]'` puts on the disk, compiled files included, as installed here."""
+    """What the extra `server` puts on the disk, compiled files included, as installed here."""
     total = 0
     for name in needed_by("server"):
         found = distribution(name)

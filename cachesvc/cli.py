@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from storage_backends.extras import install
+
 if TYPE_CHECKING:
     import typer
 
@@ -29,6 +31,8 @@ OTHERS = {
     "flags": "Print the line that launches vLLM or SGLang on cachesvc.",
 }
 """What --help says of commands of this distribution that are not the node's; a command says more itself."""
+EXTRAS = {**dict.fromkeys((*OWN, "flags"), "server"), "engine": "engine", "demo": "engine"}
+"""Of this distribution, by the command that needs it."""
 PASS_EVERYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -40,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         app = build(entry_points(group=GROUP))
     except ImportError as error:
-        print(f"cachesvc: {error}; the command line needs an extra: pip install 'cachesvc[server]'", file=sys.stderr)
+        print(f"cachesvc: {error}; for the command line, {install('server')}", file=sys.stderr)
         return 1
     try:
         app(args=args, prog_name="cachesvc")
@@ -73,8 +77,11 @@ def build(commands: Iterable[EntryPoint]) -> typer.Typer:
 
 def _about(entry: EntryPoint) -> str:
     """One line, without loading it."""
-    package = "another package" if entry.dist is None else f"the package {entry.dist.name}"
-    return OTHERS.get(entry.name, f"A command of {package}; see `cachesvc {entry.name} --help`.")
+    return OTHERS.get(entry.name, f"A command of {_package(entry)}; see `cachesvc {entry.name} --help`.")
+
+
+def _package(entry: EntryPoint) -> str:
+    return "another package" if entry.dist is None else f"the package {entry.dist.name}"
 
 
 def _forwarding(entry: EntryPoint) -> Callable[[typer.Context], None]:
@@ -92,8 +99,9 @@ def _call(entry: EntryPoint, argv: list[str]) -> int:
     try:
         command = _load(entry)
     except ImportError as error:
-        extra = "server" if entry.name in OWN else entry.name
-        print(f"cachesvc {entry.name}: {error}; it may need an extra: pip install 'cachesvc[{extra}]'", file=sys.stderr)
+        extra = EXTRAS.get(entry.name)
+        remedy = f"see what {_package(entry)} needs" if extra is None else f"if it is not there, {install(extra)}"
+        print(f"cachesvc {entry.name}: {error}; {remedy}", file=sys.stderr)
         return 1
     return command(argv)
 

@@ -2,8 +2,9 @@
 
 Started as `cachesvc engine` or `python -m engine_plugin.launch_server`.
 
-The exit status is 0 after SIGTERM, 2 for wrong flags, 1 for what only shows on this machine: a model that is not there,
-memory that does not suffice, an address in use. Errors are one line on stderr.
+The exit status is 0 after SIGTERM, 2 for wrong flags and storage that cannot be opened as they say, 1 for what only
+shows on this machine: a model that is not there, memory that does not suffice, an address in use. Errors are one line
+on stderr.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from engine_plugin.engine.sizing import MemoryPlan, StartupError, plan_memory
 from engine_plugin.hicache.base import PrefixCache
 from engine_plugin.hicache.build import build_cache
 from engine_plugin.hicache.config import CacheConfig
+from engine_plugin.hicache.link import LinkFailed
 from engine_plugin.memory.pools import KV_DTYPES, KVPool
 from storage_backends.errors import StorageError
 
@@ -68,15 +70,21 @@ def command(argv: Sequence[str]) -> int:
     log_to_stderr(args.log_level.upper())
     stop = Stop()
     try:
-        with stop.installed(), closing(bind(args.host, args.port)) as bound:
+        with stop.installed(), closing(bind(args.host, args.port, "--")) as bound:
             engine = compose(args)
             print("\n".join(summary(engine)), flush=True)
             return _serve(engine, bound, stop)
+    except LinkFailed as error:
+        return _fail(error, 2)
     except (ValueError, OSError, StartupError, RegionError, StorageError) as error:
-        print(f"cachesvc engine: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return _fail(error, 1)
     except SystemExit as ended:
         return int(ended.code or 0)
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"cachesvc engine: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
 
 
 def compose(args: EngineArgs) -> Engine:

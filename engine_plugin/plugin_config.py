@@ -83,4 +83,6 @@ def _explain(error: ErrorDetails, valid: Iterable[str]) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}; {hint(key, valid)}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":  # ours, which says what was given
+        return f"{key}: {message}" if key else message
     return f"{key}: {message}, got {without_secrets(error['input'], key)!r}" if key else message

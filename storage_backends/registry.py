@@ -16,6 +16,7 @@ from typing import Any
 from storage_backends.base import StorageBackend
 from storage_backends.bounds import Capacity, capacity_of, in_bounds
 from storage_backends.errors import StorageConfigError
+from storage_backends.extras import install
 from storage_backends.layers.stack import LayerOptions, in_layers
 
 GROUP = "cachesvc.storage_backends"
@@ -39,10 +40,10 @@ PARSERS = {
 LOOKS = {"file": "storage_backends.file.look:FileLook"}
 """What stands for a backend while a configuration is checked, where opening it would be noticed by others."""
 INSTALL = {
-    "fsspec": "pip install 'cachesvc[fsspec]'",
+    "fsspec": install("fsspec"),
     "nixl": "pip install --no-deps nixl-cu12==1.5.1",  # its dependencies bring CUDA, which it runs without
-    "redis": "pip install 'cachesvc[redis]'",
-    "s3": "pip install 'cachesvc[s3]'",
+    "redis": install("redis"),
+    "s3": install("s3"),
 }
 """How to get what a backend of this distribution needs beyond the base."""
 WITHOUT_SERVICE: Mapping[str, Mapping[str, object]] = {"redis": {"check_at_start": False}}

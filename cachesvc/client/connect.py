@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from cachesvc.client.base import AttachRefused, NodeAway
@@ -37,15 +38,16 @@ def default_socket_path() -> Path:
     return Path(tempfile.gettempdir()) / f"cachesvc-{os.geteuid()}" / SOCKET_NAME
 
 
-def socket_path_of(address: str) -> Path:
-    """The path in a `unix://` address. ValueError: it is none, the path is not absolute, or no socket can have it."""
+def socket_path_of(address: str, words: Sequence[str] = ("private", "auto")) -> Path:
+    """The path in a `unix://` address. ValueError: it is none, the path is not absolute, or no socket can have it.
+    words: what the caller would have taken instead."""
     path = Path(address.removeprefix(SCHEME))
     if not address.startswith(SCHEME) or not path.is_absolute():
-        raise ValueError(f"address {address!r}: expected private, auto or unix:///path/of/the/socket")
+        raise ValueError(f"{address!r} is no address: expected {', '.join(words)} or unix:///path/of/the/socket")
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise ValueError(f"address {address!r}: a socket's path has {MAX_PATH_BYTES} bytes at most")
+        raise ValueError(f"{address!r} is no address: a socket's path has {MAX_PATH_BYTES} bytes at most")
     if "\0" in address:
-        raise ValueError(f"address {address!r}: a path has no zero byte")
+        raise ValueError(f"{address!r} is no address: a path has no zero byte")
     return path
 
 

@@ -5,7 +5,8 @@ settings, its answer, then an end of a new pair for each connection. A child tha
 died is replaced, and the engine's region goes to the new one as the engine's offer. Starts are bounded in time, for a
 node that dies as soon as it runs.
 
-PrivateNodeFailed (ConnectionError)   the child did not come up; the message is its own where it had one
+PrivateNodeFailed (ConnectionError)   the child did not come up
+`-- TiersRefused                      its storage cannot be opened as it is configured; the message is the child's own
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ MAX_STARTS, STARTS_PER_S = 5, 60.0
 
 class PrivateNodeFailed(ConnectionError):
     """The engine's own node is not there and cannot be started now."""
+
+
+class TiersRefused(PrivateNodeFailed):
+    """Storage cannot be opened as it is configured."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ class _Child:
             reason = f"not within {START_S:g} s" if isinstance(error, TimeoutError) else "it ended; see its log"
             raise PrivateNodeFailed(f"the engine's own node did not start: {reason}") from error
         if "error" in said:
-            raise PrivateNodeFailed(said["error"])
+            raise TiersRefused(said["error"])
         return [TierDescription(**tier) for tier in said["tiers"]]
 
     def end(self, timeout_s: float) -> None:

@@ -350,6 +350,5 @@ class Store:
 
 
 def _path_of(address: str) -> Path:
-    if address == "private":
-        raise ValueError("address 'private': a store shares a node; expected auto or unix:///path/of/the/socket")
-    return default_socket_path() if address == "auto" else socket_path_of(address)
+    """A store shares a node: `private` is no address here."""
+    return default_socket_path() if address == "auto" else socket_path_of(address, ["auto"])

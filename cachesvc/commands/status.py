@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ def command(argv: Sequence[str]) -> int:
         return int(ended.code or 0)
     info = read_run_info(wanted.socket)
     if info is None:
-        return _fail(f"no daemon at {wanted.socket}; `cachesvc up` starts one", 3)
+        where = "" if wanted.socket == default_socket_path() else f" --socket {shlex.quote(str(wanted.socket))}"
+        return _fail(f"no daemon at {wanted.socket}; `cachesvc up{where}` starts one", 3)
     if not info.admin_url:
         return _fail(f"the daemon with pid {info.pid} has no admin door open (yet, or admin.enabled is false)", 1)
     try:

@@ -31,7 +31,7 @@ MOST_DESCRIPTORS = 65536
 def command(argv: Sequence[str]) -> int:
     """Serves until stopped; returns the exit status."""
     try:
-        config = load_config("cachesvc up", argv)
+        config = load_config("cachesvc up", argv, __doc__ or "")
     except ConfigError as error:
         return _fail(error, 2)
     except SystemExit as ended:  # --help

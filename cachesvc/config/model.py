@@ -160,8 +160,9 @@ class TierConfig(Section):
     codec: Codec = Field(Codec.NONE, description="none, or zstd: pages are stored compressed, without loss")
     capacity_bytes: Capacity | None = Field(
         None,
-        description="hard limit for a backend that has none of its own; the least recently used pages leave; unset: "
-        "10 GiB or a tenth of what is free on this machine, 100 GiB of a service; unlimited: none",
+        description="hard limit for a backend that has none of its own (with file, memory, nixl an error: theirs is "
+        "tier.options.capacity_bytes); the least recently used pages leave; unset: 10 GiB or a tenth of what is free "
+        "on this machine, 100 GiB of a service; unlimited: none",
         examples=["200 GiB"],
     )
     ttl_s: float | None = Field(
@@ -199,7 +200,8 @@ class Config(BaseSettings):
     admin: AdminConfig = Field(default_factory=AdminConfig)
     grpc: GrpcConfig = Field(default_factory=GrpcConfig)
     tier: list[TierConfig] = Field(
-        default_factory=_default_tiers, description="storage tiers as JSON; given here they replace those of the file"
+        default_factory=_default_tiers,
+        description="storage tiers as JSON, which replace those of the file; unset: one, of files",
     )
 
     @field_validator("tier")

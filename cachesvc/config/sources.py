@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,12 +25,19 @@ from storage_backends.options import hint
 from storage_backends.secrets import without_secrets
 
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
+EPILOG = (
+    "SIZE: bytes, or a number with a unit: '10 GiB'. Every flag is a key of the file too, and an environment variable: "
+    "docs/daemon.md, or `cachesvc config example`."
+)
+NO_DEFAULT = re.compile(r" \(default(: None| factory: .*)\)$")
+"""Behind the help of a flag whose default is decided later; its description says how."""
 SHORTCUTS = {"channel.socket": "socket"}
 
 
-def load_config(prog: str, argv: Sequence[str]) -> Config:
-    """The effective configuration for these flags. `--help` prints the flags and raises SystemExit; ConfigError."""
-    parser = _FlagParser(prog=prog, allow_abbrev=False)
+def load_config(prog: str, argv: Sequence[str], about: str = "") -> Config:
+    """The effective configuration for these flags. `--help` prints `about` and the flags and raises SystemExit;
+    ConfigError."""
+    parser = _FlagParser(prog=prog, description=about, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument(
         "--config", metavar="FILE", default=os.environ.get(CONFIG_VARIABLE), help=f"TOML file (or ${CONFIG_VARIABLE})"
     )
@@ -58,6 +66,7 @@ def load_config(prog: str, argv: Sequence[str]) -> Config:
                 cli_shortcuts=SHORTCUTS,
                 root_parser=parser,
                 parse_args_method=_FlagParser.parse_args,
+                add_argument_method=_add_flag,
             )
             return flags, env_settings, TomlConfigSettingsSource(settings_cls, path)
 
@@ -68,6 +77,13 @@ def load_config(prog: str, argv: Sequence[str]) -> Config:
     except SettingsError as error:
         raise ConfigError(f"{error}: {error.__cause__}") from None
     return Config.model_construct(**{name: getattr(loaded, name) for name in Config.model_fields})
+
+
+def _add_flag(parser: argparse.ArgumentParser, *names: str, **how: Any) -> None:
+    """`add_argument`, in words that mean something to whoever asked for help."""
+    if names[0].endswith("-bytes"):
+        how["metavar"] = "SIZE"
+    parser.add_argument(*names, **{**how, "help": NO_DEFAULT.sub("", how.get("help") or "")})
 
 
 class _FlagParser(argparse.ArgumentParser):
@@ -126,7 +142,8 @@ def _explain(error: ErrorDetails, path: Path | None, file_values: dict[str, Any]
     source = f" (in {path})" if path is not None and _holds(file_values, place) else ""
     if error["type"] == "extra_forbidden":
         return f"unknown key {key}{source}; {hint(str(place[-1]), _siblings(place))}"
-    message = error["msg"].removeprefix("Value error, ").replace("value=", f"{key}=")
+    said = error["msg"].removeprefix("Value error, ")
+    message = re.sub(rf"^(value|{re.escape(str(place[-1]))})=", "", said) if place else said  # the key stands before it
     given = "" if error["type"] == "value_error" else f", got {_shown(error)!r}"
     return f"{key}: {message}{given}{source}"
 

@@ -13,6 +13,9 @@ from pydantic.fields import FieldInfo
 from cachesvc.config.model import Config, Section, TierConfig
 from storage_backends.secrets import without_secrets
 
+EXAMPLE = "  # an example"
+"""Behind a value that is no default."""
+
 
 def effective(config: Config) -> dict[str, Any]:
     """Every value in force, as JSON would have it; secrets in options and passwords in URLs are hidden."""
@@ -33,14 +36,18 @@ def as_toml(config: Config) -> str:
 
 def example() -> str:
     """A file with every key, its meaning and its default, each commented out: as it stands it changes nothing."""
-    lines = ["# Configuration of `cachesvc up`. Every key is shown with its default; take away the # to change it.", ""]
+    lines = [
+        "# Configuration of `cachesvc up`: every key, with its default. One that has none has an example of a value;",
+        "# what holds while it is unset stands above it. Take away the # to set a key.",
+        "",
+    ]
     for name, field in Config.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             lines += [f"# {(kind.__doc__ or '').strip()}", f"[{name}]", *_commented(kind.model_fields), ""]
     lines += [f"# {(TierConfig.__doc__ or '').strip()} Without any, pages rest in files below the user's cache folder."]
     lines += ["# [[tier]]", *_commented(TierConfig.model_fields, {"backend": "file"}, skip=("options",))]
-    lines += ["# [tier.options]", f"# {_pair('capacity_bytes', '10 GiB')}", ""]
+    lines += ["# [tier.options]", f"# {_pair('capacity_bytes', '10 GiB')}{EXAMPLE}", ""]
     return "\n".join(lines)
 
 
@@ -52,7 +59,9 @@ def _commented(
             continue
         yield f"# {field.description}"
         value = (given or {}).get(name, field.get_default())
-        yield f"# {_pair(name, (field.examples or [''])[0] if value is None else value)}"
+        yield (
+            f"# {_pair(name, value)}" if value is not None else f"# {_pair(name, (field.examples or [''])[0])}{EXAMPLE}"
+        )
 
 
 def _pairs(values: Mapping[str, object]) -> list[str]:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cachesvc.client.connect import is_private_folder
-from cachesvc.daemon.sockets import check_length
+from cachesvc.daemon.sockets import check_length, make_folder
 from cachesvc.rpc.codec import versions
 
 
@@ -65,7 +65,13 @@ class Claim:
         except SocketTaken as taken:
             raise SocketTaken(f"{key}: {taken}") from taken
         except OSError as error:
-            raise OSError(f"{key}: {error}") from error
+            if error.strerror is None:  # ours, which says what to do
+                raise OSError(f"{key}: {error}") from error
+            place = error.filename or socket_path
+            raise OSError(
+                f"{key}: {socket_path} cannot be used: {place}: {error.strerror}; choose a path in a folder of your "
+                "own, or see to that one"
+            ) from error
 
     def is_held(self) -> bool:
         """Whether others find this claim: its file has not been removed or replaced."""
@@ -119,7 +125,7 @@ def read_run_info(socket_path: Path) -> RunInfo | None:
 def _claimed(socket_path: Path) -> int:
     """The locked file, with nothing at the path."""
     check_length(socket_path)
-    socket_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(socket_path)
     if not is_private_folder(socket_path.parent):
         raise OSError(
             f"{socket_path.parent} can be written by others, so that engines would trust no socket there; "

@@ -118,14 +118,15 @@ def check_demands(demands: Iterable[Demand]) -> None:
 
 
 def describe_tiers(tiers: Sequence[Tier], demands: Sequence[Demand | None]) -> list[str]:
-    """A line for each tier."""
+    """A line for each tier; what is wrong with one that may be down is said there."""
     lines = []
     for tier, demand in zip(tiers, demands, strict=True):
         usage = tier.backend.usage()
         place = f" at {tier.backend.place()}" if tier.backend.place() else ""
         cap = cap_of(usage.capacity_bytes, tier.backend.capabilities().bounded_by)
         line = f"tier     {tier.name}{place}, cap {cap}"
-        lines.append(line if demand is None else f"{line}: {demand.describe().split(': ', 1)[1]}")
+        line = line if demand is None else f"{line}: {demand.describe().split(': ', 1)[1]}"
+        lines.append(f"{line}; {tier.trouble} (optional: the start does not wait for it)" if tier.trouble else line)
     return lines or ["tier     none: pages live in regions only"]
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from cachesvc.client.connect import default_socket_path
 from cachesvc.clock import SystemClock
 from cachesvc.commands.version import about
-from cachesvc.config.model import AdminConfig, Config, ConfigError
+from cachesvc.config.model import Config, ConfigError
 from cachesvc.config.text import effective
 from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.claim import Claim, RunInfo
@@ -51,6 +51,7 @@ from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tier import Tier
 from cachesvc.rpc.codec import versions
 from cachesvc.tcp import bind
+from storage_backends.extras import install
 
 if TYPE_CHECKING:
     import socket
@@ -105,7 +106,7 @@ class Daemon:
         to be called."""
         admin = self._config.admin
         self._beating = asyncio.create_task(self._beat())
-        bound = _bound(admin) if admin.enabled else None
+        bound = bind(admin.host, admin.port, "admin.") if admin.enabled else None
         # Engines first: after a restart they wait for it, while what serves people takes half a second to load.
         await self._channel.start()
         self._is_channel_open = True
@@ -181,14 +182,6 @@ class Daemon:
         }
 
 
-def _bound(admin: AdminConfig) -> socket.socket:
-    """OSError, naming key and remedy."""
-    try:
-        return bind(admin.host, admin.port)
-    except OSError as error:
-        raise OSError(f"admin.port: {error}; choose another port, 0 for any that is free") from error
-
-
 def socket_path(config: Config) -> Path:
     """Where the local channel is."""
     path = config.channel.socket
@@ -205,8 +198,8 @@ def grpc_opener(config: Config) -> GrpcOpener | None:
         if address == "auto":
             return None
         raise ConfigError(
-            f"grpc.address: needs the package {missing!r}, which is not installed: pip install 'cachesvc[server]', "
-            "or set it to off"
+            f"grpc.address: needs the package {missing!r}, which is not installed; set it to off, or "
+            f"{install('server')}"
         )
     if address == "auto":
         address = f"unix://{socket_path(config).with_name('grpc.sock')}"

@@ -15,7 +15,7 @@ from cachesvc.client.base import Attachment, AttachRefused, AttachRequest, Cache
 from cachesvc.client.channel import ChannelClient
 from cachesvc.client.connect import default_socket_path, dial_of
 from cachesvc.client.greeting import Dial
-from cachesvc.client.private import PrivateNode, PrivateNodeFailed
+from cachesvc.client.private import PrivateNode, TiersRefused
 from cachesvc.daemon.summary import size
 from cachesvc.outcomes import AttachResult
 from engine_plugin.hicache.config import AUTO, PRIVATE, UNIX, CacheConfig
@@ -78,7 +78,7 @@ def attach_if_useful(link: NodeLink, request: AttachRequest) -> Attachment | Non
 
 
 def open_link(config: CacheConfig) -> NodeLink:
-    """The link that `config.node_address` names. LinkFailed."""
+    """The link that `config.node_address` names. LinkFailed, PrivateNodeFailed."""
     dial = dial_of(config.node_address)
     if dial is None:
         return PrivateLink(config)
@@ -124,13 +124,14 @@ class DaemonLink(NodeLink):
 
 
 class PrivateLink(NodeLink):
-    """A node of this engine's own, with the storage of its flags."""
+    """A node of this engine's own, with the storage of its flags. PrivateNodeFailed: there can be none on this machine
+    now. LinkFailed: there can be none with this storage."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._prefetch_policy = config.prefetch_policy
         try:
             self._node = PrivateNode.started(config.storage_backend, config.storage_config)
-        except PrivateNodeFailed as error:
+        except TiersRefused as error:
             raise LinkFailed(str(error)) from error
         try:
             self.client = ChannelClient(self._node.dial)

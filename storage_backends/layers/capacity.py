@@ -333,7 +333,9 @@ def _once(ids: ObjectIds, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
 def check_boundable(inner: Capabilities) -> None:
     """ValueError: a capacity layer has no place around such a backend."""
     if inner.evicts:
-        raise ValueError(f"the {inner.name} backend has a capacity of its own: set that one")
+        raise ValueError(
+            f"the {inner.name} backend has a capacity of its own: set that one, tier.options.capacity_bytes"
+        )
     if inner.verifies:
         raise ValueError("the capacity layer counts bytes as stored: it belongs below the checksum layer")
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from storage_backends.base import Guard, ObjectIds, Outcome, Outcomes, Segments, StorageBackend
 from storage_backends.errors import StorageConfigError
+from storage_backends.extras import install
 from storage_backends.layers.verified import VerifiedLayer, addresses_of_rows, scratch, uniform_length
 
 U32 = NDArray[np.uint32]
@@ -54,7 +55,7 @@ class ZstdCompressor(Compressor):
             import zstandard
         except ImportError as error:
             raise StorageConfigError(
-                "codec='zstd' needs the package 'zstandard', which is not installed: pip install 'cachesvc[zstd]'"
+                f"codec='zstd' needs the package 'zstandard', which is not installed; {install('zstd')}"
             ) from error
         self._zstd = zstandard
         self._level = level

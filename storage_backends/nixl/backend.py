@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from storage_backends.base import Capabilities, StorageBackend
 from storage_backends.errors import StorageConfigError
+from storage_backends.extras import install
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.directory import ObjectDirectory
 from storage_backends.nixl.agent import Agent
@@ -25,9 +26,7 @@ def _open_objects(options: Mapping[str, object]) -> StorageBackend:
     try:
         from storage_backends.nixl.objects import open_objects  # needs boto3, files do not
     except ImportError as error:
-        raise StorageConfigError(
-            f"plugin={OBJECTS!r} needs the package {error.name!r} too; pip install 'cachesvc[s3]'"
-        ) from error
+        raise StorageConfigError(f"plugin={OBJECTS!r} needs the package {error.name!r} too; {install('s3')}") from error
     return open_objects(options)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import boto3.session
 import botocore.session
 from botocore.config import Config
+from botocore.exceptions import NoCredentialsError, PartialCredentialsError
 from botocore.loaders import Loader, create_loader
 
 from storage_backends.base import Capabilities, Outcome
@@ -36,6 +37,10 @@ CAPABILITIES: Final = Capabilities(
 
 logger = logging.getLogger(__name__)
 
+CREDENTIALS: Final = (
+    "; give them in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY), in ~/.aws/credentials (the option "
+    "profile names one of several), or as the options access_key_id and secret_access_key"
+)
 _ANSWER_S: Final = 1.0
 # Descriptions of services, parsed once for all clients of the process: a session of its own parses 1 MB again.
 _DESCRIPTIONS: Final[Loader] = create_loader()
@@ -99,5 +104,6 @@ def check_bucket(config: S3Config) -> None:
             if outcome is Outcome.MISS:
                 raise StorageConfigError(f"{where} does not exist; create it first") from error
             if not outcome.is_transient:
-                raise StorageConfigError(f"{where} cannot be used: {error}") from error
+                remedy = CREDENTIALS if isinstance(error, NoCredentialsError | PartialCredentialsError) else ""
+                raise StorageConfigError(f"{where} cannot be used: {error}{remedy}") from error
             logger.warning("%s does not answer yet: %s", where, error)

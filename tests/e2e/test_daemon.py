@@ -50,7 +50,9 @@ def test_status_shows_the_running_node(home):
         assert parts["node"]["pid"] == daemon.process.pid
         assert [tier["name"] for tier in parts["tiers"]] == ["file"]
         assert parts["sessions"] == parts["regions"] == []
-        assert home.run("status", "--socket", str(home.path / "other")).returncode == 3
+        elsewhere = home.run("status", "--socket", str(home.path / "other"))
+        assert elsewhere.returncode == 3
+        assert f"`cachesvc up --socket {home.path / 'other'}` starts one" in elsewhere.stderr
     assert home.run("status").returncode == 3
 
 

@@ -269,4 +269,4 @@ def test_without_grpcio_the_door_is_closed_unless_asked_for(home):
         assert "grpc     off\n" in daemon.output
     ended = home.run("up", "--grpc.address", "127.0.0.1:0", **more)
     assert ended.returncode == 2
-    assert all(word in ended.stderr for word in ("grpc.address", "'grpc'", "cachesvc[server]"))
+    assert all(word in ended.stderr for word in ("grpc.address", "'grpc'", "install the extra 'server'"))

@@ -168,6 +168,12 @@ def test_check_finds_the_same_and_opens_no_door(home):
         assert ended.returncode == status, ended.stderr
         assert all(word in ended.stderr for word in words)
     assert home.run("config", "check").returncode == 0
+    away = {"backend": "redis", "optional": True, "options": {"url": "redis://127.0.0.1:1/0"}}
+    checked = home.run("config", "check", *tiers(away))
+    assert checked.returncode == 0
+    [line] = [line for line in checked.stdout.splitlines() if line.startswith("tier ")]
+    assert "does not answer" in line or "answers unavailable" in line, line
+    assert "optional" in line
     assert not home.socket.parent.exists()
     assert not home.pages.exists(), "nor is a directory made"
 
@@ -218,7 +224,7 @@ def test_a_port_in_use_is_named_and_nothing_is_left(home):
         port = str(other.getsockname()[1])
         ended = home.run("up", "--admin.port", port)
     assert ended.returncode == 1
-    (line,) = ended.stderr.splitlines()
+    *_, line = ended.stderr.splitlines()  # before it, the folder that was made
     assert all(word in line for word in ("admin.port", port, "another port")), line
     assert os.listdir(home.socket.parent) == []
 

@@ -305,7 +305,7 @@ class TestObjects:
 
     def test_missing_boto3_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "storage_backends.nixl.objects", None)
-        with pytest.raises(StorageConfigError, match=r"plugin='OBJ' needs the package .*pip install 'cachesvc\[s3\]'"):
+        with pytest.raises(StorageConfigError, match=r"plugin='OBJ' needs the package .*install the extra 's3': "):
             open_backend({"plugin": "OBJ", "bucket": "pages"})
 
 

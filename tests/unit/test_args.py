@@ -137,6 +137,8 @@ def test_a_wrong_extra_config_is_named(text: str, expected: str, capsys: pytest.
         (["--max-total-tokens", "10", "--page-size", "16"], "less than one page of 16 tokens"),
         (["--chunked-prefill-size", "0"], "must be at least 1, or -1 for no chunking, got 0"),
         (["--hicache-ratio", "0"], "must be a number of more than 0, got 0"),
+        (["--hicache-ratio", "-3"], "must be a number of more than 0, got -3"),
+        (["--hicache-ratio", "inf"], "must be a number of more than 0, got inf"),
         (["--hicache-size", "nan"], "must be a number of at least 0, got nan"),
         (["--port", "70000"], "must be in [0, 65535], got 70000"),
         (["--enable-hierarchical-cach"], "did you mean --enable-hierarchical-cache?"),

@@ -34,6 +34,8 @@ def test_an_address_is_a_path():
     for address in ("unix://a/b", "tcp://host:1", "/a/b", "Private", ""):
         with pytest.raises(ValueError, match="expected private, auto or unix"):
             socket_path_of(address)
+    with pytest.raises(ValueError, match=r"^'x' is no address: expected auto or unix:///"):
+        socket_path_of("x", ["auto"])
 
 
 def test_a_path_that_no_socket_can_have_is_no_address():

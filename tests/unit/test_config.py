@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cachesvc.clock import SystemClock
+from cachesvc.commands import up
 from cachesvc.config import model
 from cachesvc.config.model import Config, ConfigError, Section, TierConfig
 from cachesvc.config.sources import environment_names, load_config
@@ -115,6 +116,8 @@ def test_an_unknown_variable_and_an_unknown_flag_name_the_nearest(monkeypatch):
         (["--node.workers", "0"], ["node.workers", "greater than or equal to 1", "'0'"]),
         (["--node.workers"], ["--node.workers"]),
         (["--node.slice-pages", "128", "--node.max-waiting-store-pages", "5"], ["=5", "=128", "raise it to 128"]),
+        (["--memory.managed-bytes", "10 XB"], ["memory.managed_bytes: '10 XB' is not a size; ", "TiB"]),
+        (["--tier", '[{"backend": "s3", "capacity_bytes": "x"}]'], ["tier[0].capacity_bytes: 'x' is not a size; "]),
         (["--admin.host", "0.0.0.0"], ["admin.host", "'0.0.0.0'", "127.0.0.1"]),
         (["--admin.host", "example.org"], ["admin.host"]),
         (["--tier", '[{"backend": "fiel"}]'], ["tier[0].backend", "'file'"]),
@@ -146,6 +149,19 @@ def test_help_lists_every_key_as_a_flag(capsys):
         assert f"--{name}.{key.replace('_', '-')}" in shown
 
 
+def test_help_says_what_the_command_is_and_what_a_size_is(capsys):
+    assert up.command(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "runs the daemon until it is told to stop" in " ".join(shown.split())
+    sizes = [f"--{name}.{key}".replace("_", "-") for _, name, key, _ in keys() if key.endswith("_bytes")]
+    assert sizes
+    for flag in sizes:
+        assert f"{flag} SIZE" in shown
+    assert "'10 GiB'" in shown
+    assert "factory" not in shown
+    assert "None" not in shown
+
+
 def keys():
     """(variable, section, key, field) of every key in a section."""
     for name, field in Config.model_fields.items():
@@ -161,6 +177,9 @@ def test_every_key_has_a_variable_a_description_and_a_line_in_the_example():
         assert field.description
         assert re.search(rf"^# {key} = .+$", text, re.MULTILINE), key
         assert f"# {field.description}\n" in text
+        line = re.search(rf"^# {key} = .+$", text, re.MULTILINE)[0]
+        assert line.endswith("# an example") == (field.get_default() is None), line
+        assert field.get_default() is not None or "unset: " in field.description
     for key in TierConfig.model_fields:
         assert re.search(rf"^# (\[tier\.)?{key}\b", text, re.MULTILINE), key
 
@@ -218,7 +237,8 @@ def test_having_no_limit_is_a_word_of_its_own() -> None:
 
 def test_a_tier_with_a_capacity_of_its_own_gets_no_second_one() -> None:
     tier = TierConfig(backend="memory", capacity_bytes=2**30)
-    with pytest.raises(ConfigError, match=r"tier\[0\] \(memory\): capacity_bytes: .*a capacity of its own"):
+    expected = r"tier\[0\] \(memory\): capacity_bytes: .*a capacity of its own: .* tier\.options\.capacity_bytes"
+    with pytest.raises(ConfigError, match=expected):
         open_tiers([tier])
 
 

@@ -1,5 +1,6 @@
 """One daemon per socket: the claim, what is left by the dead, and what lies there that is not ours."""
 
+import errno
 import os
 import shutil
 import socket
@@ -85,6 +86,31 @@ def test_a_folder_that_others_can_write_is_refused(path):
     with pytest.raises(OSError, match="can be written by others"):
         Claim.take(path)
     assert os.listdir(path.parent) == []
+
+
+def test_a_folder_that_is_made_is_told(path, caplog):
+    """It may be a slip of the keyboard, and root may make any."""
+    with caplog.at_level("INFO"):
+        Claim.take(path).release()
+        Claim.take(path).release()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"made the folder {path.parent} for the socket {path.name}"
+    ]
+
+
+@pytest.mark.parametrize("what", ["mkdir", "open"])
+def test_what_the_system_refuses_is_said_with_the_place_and_what_to_do(path, monkeypatch, what):
+    def refuse(place, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(place))
+
+    target, place = (Path, path.parent) if what == "mkdir" else (os, lock_path(path))
+    monkeypatch.setattr(target, what, refuse if what == "open" else lambda self, **_: refuse(self))
+    with pytest.raises(OSError, match=r"^channel\.socket: ") as caught:
+        Claim.take_named("channel.socket", path)
+    assert str(caught.value) == (
+        f"channel.socket: {path} cannot be used: {place}: Permission denied; choose a path in a folder of your own, or "
+        "see to that one"
+    )
 
 
 def test_a_path_that_no_socket_can_have_is_refused(path):

@@ -118,3 +118,10 @@ def test_every_tier_says_its_limit_or_that_there_is_none():
         "tier     b, cap the server's maxmemory",
         "tier     c, cap unlimited",
     ]
+
+
+def test_an_optional_tier_that_is_down_is_said_to_be():
+    away = Tier("far", Limited(0), trouble="does not answer: connection refused")
+    assert describe_tiers([away], [None]) == [
+        "tier     far, cap unlimited; does not answer: connection refused (optional: the start does not wait for it)"
+    ]

@@ -26,15 +26,18 @@ def test_a_port_in_use_is_named_before_anything_is_loaded(capsys: pytest.Capture
         taken.listen()
         port = taken.getsockname()[1]
         assert command(["--model-path", "/nowhere.gguf", "--port", str(port)]) == 1
-    expected = f"cachesvc engine: error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-    assert capsys.readouterr().err == expected
+    assert capsys.readouterr().err == (
+        f"cachesvc engine: error: --port: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
+        "port, 0 for any that is free\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "expected"),
     [
         (("--page-size", "0"), 2, "argument --page-size: must be at least 1, got 0"),
-        (("--host", "no such host"), 1, "cannot listen on no such host"),
+        (("--host", "no such host"), 1, "--host: cannot listen on no such host"),
+        (("--host", "192.0.2.1"), 1, "--host: cannot listen on 192.0.2.1: Cannot assign requested address; name"),
         (("--model-path", "/nowhere.gguf"), 1, "'/nowhere.gguf'"),
         (("--model-path", "random:x"), 1, "'random:x'"),
         (("--model-path", "random:99999999999999999999999"), 1, "a whole number of at most 18 digits"),
@@ -47,7 +50,7 @@ def test_a_port_in_use_is_named_before_anything_is_loaded(capsys: pytest.Capture
                 *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
                 *("--hicache-storage-backend-extra-config", '{"pth": "/tmp"}'),
             ),
-            1,
+            2,
             "did you mean 'path'?",
         ),
     ],
@@ -82,7 +85,7 @@ def test_storage_without_room_for_a_page_is_refused_at_the_start(
         options["path"] = str(tmp_path)
     tiers = ("--enable-hierarchical-cache", "--hicache-storage-backend", backend, "--hicache-ratio", "1")
     flags = (*TINY, "--max-total-tokens", "64", *tiers, "--hicache-storage-backend-extra-config")
-    assert command([*flags, json.dumps(options)]) == 1
+    assert command([*flags, json.dumps(options)]) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last == (
         f"cachesvc engine: error: storage {backend}: 96 KiB are smaller than one page of {page_bytes} bytes with its "
@@ -132,7 +135,7 @@ def test_signal_handlers_are_given_back() -> None:
 
 
 def test_port_0_is_a_free_port_that_is_told() -> None:
-    with bind("127.0.0.1", 0) as bound:
+    with bind("127.0.0.1", 0, "--") as bound:
         port = bound.getsockname()[1]
         assert url_of(bound) == f"http://127.0.0.1:{port}"
         assert port > 0

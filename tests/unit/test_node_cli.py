@@ -2,14 +2,18 @@
 missing."""
 
 import builtins
+import re
 import sys
+import tomllib
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from cachesvc import cli
 from cachesvc.rpc.codec import versions
 from engine_plugin.flags.command import ENGINES
+from storage_backends import registry
 
 SEEN = []
 
@@ -73,11 +77,34 @@ def test_help_says_of_each_command_what_it_does(capsys, monkeypatch):
 
 
 @pytest.mark.usefixtures("commands")
-def test_a_command_that_cannot_be_imported_names_its_extra(capsys):
+def test_a_command_of_others_that_cannot_be_imported_names_no_extra_of_ours(capsys):
     assert cli.main(["broken"]) == 1
     error = capsys.readouterr().err
     assert "no_such_module" in error
-    assert "cachesvc[broken]" in error
+    assert "another package" in error
+    assert "extra" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("status", "server"), ("engine", "engine"), ("demo", "engine"), ("flags", "server")]
+)
+def test_a_command_that_cannot_be_imported_names_its_extra_and_both_ways_to_it(capsys, monkeypatch, name, extra):
+    monkeypatch.setattr(cli, "entry_points", lambda group: [entry(name, "no_such_module:command")])
+    monkeypatch.setitem(cli.OWN, "status", ("no_such_module:command", ""))
+    assert cli.main([name]) == 1
+    error = capsys.readouterr().err
+    assert f"install the extra {extra!r}" in error
+    assert f"pip install -e '.[{extra}]'" in error
+    assert f'pip install "$(ls cachesvc-*.whl)[{extra}]"' in error
+
+
+def test_every_extra_that_a_message_names_is_one():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].keys()
+    assert {*cli.EXTRAS.values(), "redis", "s3", "fsspec", "zstd"} == extras
+    named = re.findall(r"install the extra '(\w+)'", " ".join(registry.INSTALL.values()))
+    assert set(named) == {"redis", "s3", "fsspec"}
+    assert cli.EXTRAS.keys() == {*cli.OWN, *cli.OTHERS}
 
 
 @pytest.fixture
@@ -95,7 +122,7 @@ def no_typer(monkeypatch):
 @pytest.mark.usefixtures("commands", "no_typer")
 def test_without_typer_the_error_names_the_server_extra(capsys):
     assert cli.main(["--help"]) == 1
-    assert "cachesvc[server]" in capsys.readouterr().err
+    assert "install the extra 'server'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_typer")

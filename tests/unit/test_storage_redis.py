@@ -100,7 +100,7 @@ class TestOptions:
             return real(name, *arguments, **options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(builtins, "__import__", without_hiredis)
-        with pytest.raises(StorageConfigError, match=r"needs the package 'hiredis'.*pip install 'cachesvc\[redis\]'"):
+        with pytest.raises(StorageConfigError, match=r"needs the package 'hiredis'.*install the extra 'redis': "):
             open_backend("redis", {})
 
 

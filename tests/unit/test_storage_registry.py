@@ -126,6 +126,7 @@ class TestOptions:
             ("1 MiB", 2**20),
             ("2.5 GB", 2_500_000_000),
             ("3KB", 3000),
+            ("1 TB", 10**12),
         ],
     )
     def test_sizes(self, text: object, expected: int) -> None:

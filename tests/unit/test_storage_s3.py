@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import Any
 
 import pytest
@@ -52,10 +53,20 @@ class TestOptions:
     def test_missing_dependency_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(registry.BUILT_IN, "s3", "no_such_package.backend:open_backend")
         monkeypatch.setattr(registry, "entry_points", lambda **_: [])
-        with pytest.raises(
-            StorageConfigError, match=r"needs the package 'no_such_package'.*pip install 'cachesvc\[s3\]'"
-        ):
+        with pytest.raises(StorageConfigError, match=r"needs the package 'no_such_package'.*install the extra 's3': "):
             open_backend("s3", NEEDED)
+
+    def test_without_credentials_it_is_said_where_to_give_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+        monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+        with pytest.raises(
+            StorageConfigError,
+            match=r"'pages' at http.* cannot be used: .*; give them in the environment .*access_key_id",
+        ):
+            open_backend("s3", {"bucket": "pages", "endpoint": "http://127.0.0.1:1"})
 
 
 class Wire:
