@@ -59,7 +59,10 @@ def _choose(only: str) -> list[Figure]:
 
 
 def _table(records: list[Record]) -> Table:
-    table = Table(title="bench (ratio = value / reference, medians of interleaved runs)")
+    table = Table(
+        title="bench (ratio = value / reference, medians of interleaved runs)",
+        caption="met compares with this machine as it is now, load included; docs/bench.md explains the columns",
+    )
     for column, justify in (("figure", "left"), ("value", "right"), ("unit", "left"), ("reference", "right")):
         table.add_column(column, justify="right" if justify == "right" else "left", no_wrap=column != "reference")
     for column in ("ratio", "target", "met", "spread", "against", "note"):

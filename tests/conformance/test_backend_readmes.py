@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from storage_backends import registry
 from storage_backends.file.config import FileConfig
 from storage_backends.fsspec.config import FsspecConfig
 from storage_backends.memory.config import MemoryConfig
@@ -44,6 +45,13 @@ def test_the_table_names_the_options(backend: str) -> None:
     rows = re.findall(r"^\| (`[^|]*`) \|", readme(backend), re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == sorted(OPTIONS[backend])
+
+
+@pytest.mark.parametrize("backend", ["fsspec", "redis", "s3"])
+def test_its_extra_is_installed_in_a_clone_and_with_a_wheel(backend: str) -> None:
+    for line in (f"pip install -e '.[{backend}]'", f'pip install "$(ls cachesvc-*.whl)[{backend}]"'):
+        assert line in readme(backend)
+        assert line in registry.INSTALL[backend]
 
 
 def test_file_example(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
 from bench import harness
+from bench.__main__ import _table
 
 
 def test_paired_interleaves_and_takes_medians() -> None:
@@ -16,6 +19,14 @@ def test_paired_interleaves_and_takes_medians() -> None:
     result = run.paired(lambda: order.append("ours"), lambda: order.append("reference"), scale=10.0)
     assert order == ["ours", "reference"] * 4
     assert (result.value, result.reference, result.rounds) == (10.0, 10.0, 3)
+
+
+def test_the_page_explains_the_columns_in_their_order() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    explained = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    table = _table([])
+    assert explained == [column.header for column in table.columns]
+    assert "docs/bench.md" in str(table.caption)
 
 
 def test_rate_counts_amount_per_second() -> None:

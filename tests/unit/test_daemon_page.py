@@ -9,6 +9,7 @@ import pytest
 from cachesvc.config.model import Config, Section, TierConfig
 from cachesvc.config.text import as_toml
 from cachesvc.daemon.up import compose
+from storage_backends import registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "daemon.md").read_text()
 HISTOGRAM_ENDINGS = ("_bucket", "_count", "_sum")
@@ -62,6 +63,13 @@ def test_the_example_on_the_page_is_valid(tmp_path, monkeypatch):
         path.write_text(block)
         config = load_config("cachesvc up", ["--config", str(path)])
         assert as_toml(config).count("[[tier]]") == block.count("[[tier]]") == len(config.tier)
+
+
+def test_where_the_capacity_of_files_is_set_is_in_its_row():
+    [row] = [line for line in PAGE.splitlines() if line.startswith("| `tier.capacity_bytes`")]
+    assert "`tier.options.capacity_bytes`" in row
+    for backend in sorted(registry.BUILT_IN.keys() - registry.WITHOUT_CAPACITY):
+        assert f"`{backend}`" in row
 
 
 def test_every_route_is_there():
