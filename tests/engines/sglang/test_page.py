@@ -10,8 +10,12 @@ import sglang
 from sglang.srt.mem_cache.unified_cache.linker_config import UnifiedCacheLinkerConfig
 from sglang.srt.server_args import ServerArgs
 
+from engine_plugin.sglang.metrics import NAME
+
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "sglang.md").read_text(encoding="utf-8")
-OURS = {"--json", "--memory.managed-bytes", "--model"}
+OURS = {
+    *("--json", "--memory.managed-bytes", "--model", "--host-memory", "--address", "--storage", "--storage-config"),
+}
 ROUTES = {"/flush_cache", "/hicache/storage-backend", "/hicache/storage-backend/clear", "/update_weights_from_disk"}
 
 
@@ -25,6 +29,15 @@ def test_every_route_is_served() -> None:
     source = (Path(sglang.__file__).parent / "srt" / "entrypoints" / "http_server.py").read_text(encoding="utf-8")
     named = set(re.findall(r"(?:POST|PUT|DELETE|GET)`?[ `]+(/[a-z_/-]+)", PAGE)) | ROUTES
     assert all(f'"{route}"' in source for route in named)
+
+
+def test_every_metric_is_counted() -> None:
+    source = (Path(sglang.__file__).parent / "srt" / "observability" / "metrics_collector.py").read_text(
+        encoding="utf-8"
+    )
+    named = set(re.findall(r"`(sglang:[a-z_]+)`", PAGE))
+    assert len(named) >= 5
+    assert {name for name in named if f'"{name}"' not in source} == {f"{NAME}_total"}
 
 
 def test_the_linkers_config_is_what_sglang_reads() -> None:
