@@ -46,7 +46,7 @@ class TestNixlObjects(OnS3, StorageConformance):
     more_connections = 8  # its own, and boto3's
 
     def open(self) -> StorageBackend:
-        options = {**self.server.options, "prefix": self.prefix, "connections": CONNECTIONS}
+        options = {**self.server.options, "prefix": f"{self.prefix}/", "connections": CONNECTIONS}
         return nixl_backend({**options, "plugin": "OBJ"})
 
 
