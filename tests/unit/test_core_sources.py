@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cachekernels import _core
 from cachekernels.sources import SOURCES, check_built_from, digest_of
 
-COMMAND = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import cachekernels.region"]
+# Without `site`, by which an editable installation would answer for the package.
+COMMAND = [sys.executable, "-S", "-c", "import sys; sys.path[:0] = sys.argv[1:]; import cachekernels.region"]
 
 
 @pytest.fixture
@@ -23,7 +25,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 def imported(tree: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, str(tree)], capture_output=True, text=True, check=False, env={}, cwd=tree)
+    paths = [str(tree), str(Path(np.__file__).parents[1])]
+    return subprocess.run([*COMMAND, *paths], capture_output=True, text=True, check=False, env={}, cwd=tree)
 
 
 def test_the_core_is_of_the_sources_beside_it(tree: Path) -> None:
