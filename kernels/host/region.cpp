@@ -23,6 +23,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 namespace cachesvc {
 namespace {
@@ -32,6 +35,7 @@ constexpr uint32_t region_version = 1;
 constexpr size_t system_page_bytes = 4096;
 constexpr size_t header_bytes = 4096;
 constexpr size_t touch_chunk_bytes = size_t{32} << 20;
+constexpr size_t large_page_bytes = size_t{2} << 20;
 constexpr int size_seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 static_assert(std::endian::native == std::endian::little, "the header is read as it lies in memory");
@@ -68,13 +72,26 @@ void populate(std::byte* begin, size_t bytes) {
 }
 
 // First touch is page clearing, one page after the other per thread: minutes for a large region when done serially.
+// Then the kernel is asked for large pages, which most systems give shared memory on demand only: a disk moves a page of
+// KV in one piece instead of 512, at twice the rate, and copies meet fewer page walks. Where it has to look for them, they
+// may take half as long altogether as the clearing did, and small ones do for the rest.
 void populate_in_parallel(std::byte* begin, size_t bytes, unsigned num_threads) {
     std::atomic<size_t> next{0};
     std::atomic<int> error{0};
+    std::atomic<int64_t> cleared_ns{0}, collapsed_ns{0};
+    const auto timed = [](std::atomic<int64_t>& total, const auto& step) {
+        const auto begin = std::chrono::steady_clock::now();
+        step();
+        total += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
+    };
     const auto work = [&] {
         for (size_t at; error == 0 && (at = next.fetch_add(touch_chunk_bytes)) < bytes;) {
+            const size_t chunk_bytes = std::min(touch_chunk_bytes, bytes - at);
             try {
-                populate(begin + at, std::min(touch_chunk_bytes, bytes - at));
+                timed(cleared_ns, [&] { populate(begin + at, chunk_bytes); });
+                if (2 * collapsed_ns < cleared_ns) {
+                    timed(collapsed_ns, [&] { madvise(begin + at, chunk_bytes, MADV_COLLAPSE); });
+                }
             } catch (const std::system_error& failure) {
                 error = failure.code().value();
             }
@@ -90,6 +107,25 @@ void populate_in_parallel(std::byte* begin, size_t bytes, unsigned num_threads) 
 
 void seal(int fd) {
     if (fcntl(fd, F_ADD_SEALS, size_seals) != 0) throw_errno("sealing a memfd");
+}
+
+// Where the kernel can use large pages for shared memory: at an address that is a multiple of theirs.
+void* map_shared(int fd, size_t bytes, int protection) {
+    const size_t alignment = bytes >= large_page_bytes ? large_page_bytes : system_page_bytes;
+    const size_t mapped_bytes = round_up(bytes, system_page_bytes);
+    void* room = mmap(nullptr, mapped_bytes + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) throw_errno("mapping a region");
+    auto* begin = static_cast<std::byte*>(room);
+    auto* place = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<uintptr_t>(begin), alignment));
+    if (mmap(place, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+        const int error = errno;
+        munmap(room, mapped_bytes + alignment);
+        errno = error;
+        throw_errno("mapping a region");
+    }
+    if (place > begin) munmap(begin, static_cast<size_t>(place - begin));
+    munmap(place + mapped_bytes, static_cast<size_t>(begin + alignment - place));
+    return place;
 }
 
 UniqueFd duplicate(int fd, const char* name) {
@@ -168,8 +204,7 @@ UniqueFd::~UniqueFd() {
 Mapping::Mapping(int fd, size_t bytes) : Mapping(fd, bytes, PROT_READ | PROT_WRITE) {}
 
 Mapping::Mapping(int fd, size_t bytes, int protection) : bytes_(bytes), mapped_by_(getpid()) {
-    void* address = mmap(nullptr, bytes, protection, MAP_SHARED, fd, 0);
-    if (address == MAP_FAILED) throw_errno("mapping a region");
+    void* address = map_shared(fd, bytes, protection);
     data_ = static_cast<std::byte*>(address);
     madvise(address, bytes, MADV_HUGEPAGE);  // advice: most systems keep shared memory in small pages
     if (madvise(address, bytes, MADV_DONTFORK) != 0) {
