@@ -269,7 +269,9 @@ def exists_1600(run: Run) -> Measurement:
         mine.put(present)
         theirs.put(present)
         keys = (present * 13)[:1600]
-        return run.paired(lambda: mine.exists(keys), lambda: theirs.exists(keys), scale=1e3, note="1,600 hits")
+        return run.paired(
+            lambda: mine.exists(keys), lambda: theirs.exists(keys), scale=1e3, rounds=50, note="1,600 hits"
+        )
 
 
 if __name__ == "__main__":
