@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
+from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_observability
 
@@ -66,6 +67,7 @@ class CachesvcStorage(HiCacheStorage):
         self._is_v1 = bool(extra.get("interface_v1", 0))
         if storage_config.dcp_size > 1:
             raise ConfigError(f"{WHERE}: ranks that share out a page's tokens (dcp_size > 1) are not supported")
+        _build_page_hashes()
         self._model = identity_in_effect(self._config.model_revision)
         num_ranks = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
         has_shared_pages = storage_config.is_mla_model and storage_config.tp_size > 1
@@ -298,6 +300,15 @@ class CachesvcStorage(HiCacheStorage):
 
     def _is_page(self, page: torch.Tensor) -> bool:
         return page.device.type == "cpu" and page.nbytes == self._core.page_bytes()
+
+
+def _build_page_hashes() -> None:
+    """SGLang compiles its native page hashes at the first query, in the thread that queries. A flush that comes then
+    waits ten seconds for that thread and ends the engine; so they are asked for here, where only the start waits."""
+    try:
+        get_hash_str([0], page_size=1)
+    except Exception:  # it says so at every query, too
+        logger.warning("SGLang's page hashes cannot be built: nothing will be found or kept", exc_info=True)
 
 
 def _has_heads(pool: Any) -> bool:

@@ -69,3 +69,21 @@ def test_clear_takes_our_namespace_alone(storage: Storage, shared_daemon: Daemon
         assert rig.fetch(WHOLE) == 128, "it stores again"
     with CacheRig(MODEL, neighbour) as rig:
         assert rig.fetch(WHOLE) == 128
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_page_hashes_are_built_while_only_the_attach_waits(
+    fails: bool, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would compile them in the thread that queries, for which a flush waits ten seconds and no longer."""
+    asked = []
+
+    def built(*arguments: object, **options: object) -> None:
+        asked.append((arguments, options))
+        if fails:
+            raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("engine_plugin.sglang.storage.get_hash_str", built)
+    with CacheRig(MODEL, Storage()) as rig:
+        assert _attach(rig, storage)[0]
+        assert len(asked) == 1
