@@ -144,14 +144,13 @@ class Lookup:
         """Answers what memory knows, and asks for the rest."""
         frames, _ = self.session.slab.find(self.keys)
         self.outcomes[frames >= 0] = Outcome.OK
-        missing = np.flatnonzero(frames < 0)
-        if len(missing):
-            self.look_below(missing)
-        else:
-            self.below(missing)
+        self.look_below(np.flatnonzero(frames < 0))
 
     def look_below(self, rows: NDArray[np.intp]) -> None:
-        """Asks the tiers, and other regions, for the pages of `rows`."""
+        """Asks the tiers, and other regions, for the pages of `rows`, if there are any."""
+        if not len(rows):
+            self.below(rows)
+            return
         parts = self.session.slab.parts
         keys = np.ascontiguousarray(self.keys[rows])
         held = parts.pages.held(keys)
@@ -210,11 +209,7 @@ class Read(Lookup):
     def start(self) -> None:
         self._hold(np.arange(len(self.keys)))
         self.session.slab.table.touch(self.frames[self.frames >= 0])
-        missing = np.flatnonzero(self.frames < 0)
-        if len(missing):
-            self.look_below(missing)
-        else:
-            self.below(missing)
+        self.look_below(np.flatnonzero(self.frames < 0))
 
     def below(self, rows: NDArray[np.intp]) -> None:
         slab = self.session.slab

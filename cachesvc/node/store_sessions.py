@@ -130,9 +130,7 @@ class StoreSession:
         with self.slab.parts.state:
             reason = self._why_not(len(keys))
             if reason is not None:
-                results, frames = self._none(len(keys), reason)
-                self._count(ManagedVerb.GET, results)
-                self._tell(Found(call, results, frames, np.empty(0, np.uint64)))
+                self._found_nothing(call, ManagedVerb.GET, len(keys), reason)
                 return
             read = self._reads[call] = Read(self, call, keys, depths)
             read.start()
@@ -144,9 +142,7 @@ class StoreSession:
         with self.slab.parts.state:
             reason = self._why_not(0)
             if reason is not None:
-                results, frames = self._none(len(keys), reason)
-                self._count(ManagedVerb.HOLD, results)
-                self._tell(Found(call, results, frames, np.empty(0, np.uint64)))
+                self._found_nothing(call, ManagedVerb.HOLD, len(keys), reason)
                 return
             hold = self._reads[call] = Hold(self, call, keys, max_pages=self.max_held_pages - self._num_held())
             hold.start()
@@ -296,6 +292,11 @@ class StoreSession:
         """Frames that cannot be used for anything else because of this client."""
         num_granted = sum(len(grant.frames) for grant in self._grants.values())
         return num_granted + sum(read.num_frames() for read in self._reads.values())
+
+    def _found_nothing(self, call: int, verb: ManagedVerb, count: int, reason: Outcome) -> None:
+        results, frames = self._none(count, reason)
+        self._count(verb, results)
+        self._tell(Found(call, results, frames, np.empty(0, np.uint64)))
 
     def _none(self, count: int, reason: Outcome) -> tuple[Outcomes, I32]:
         return outcomes(count, reason), NO_FRAMES
