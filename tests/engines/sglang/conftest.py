@@ -15,7 +15,9 @@ with warnings.catch_warnings():  # what SGLang and torch warn of when they are i
     sglang_on_cpu.install()  # before anything imports SGLang's cache
     importlib.import_module("tests.engines.sglang.rig")
 
+from tests.engines.sglang import media
 from tests.engines.sglang.processes import Daemon
+from tests.engines.sglang.rig import Storage
 
 THEIRS = ("sglang", "torch", "transformers")
 """Packages whose warnings are no errors of ours."""
@@ -32,6 +34,12 @@ def shared_daemon() -> Iterator[Daemon]:
     """For tests that do not harm it; each keeps apart by its model's revision."""
     with Daemon() as daemon:
         yield daemon
+
+
+@pytest.fixture
+def storage(request: pytest.FixtureRequest, shared_daemon: Daemon) -> Storage:
+    """The plug-in at the shared daemon, for a model that no other test has."""
+    return media.ours(shared_daemon.address, model_revision=request.node.nodeid)
 
 
 @pytest.fixture

@@ -14,11 +14,6 @@ BEGINNING = list(range(1000, 1064))
 WHOLE = [*BEGINNING, *range(2000, 2064)]
 
 
-@pytest.fixture
-def storage(shared_daemon: Daemon, request: pytest.FixtureRequest) -> Storage:
-    return media.ours(shared_daemon.address, model_revision=request.node.nodeid)
-
-
 def _attach(rig: CacheRig, storage: Storage) -> tuple[bool, str]:
     assert storage.backend is not None
     return rig.cache.attach_storage_backend(storage.backend, storage.extra_json(), "tests/model")

@@ -5,20 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.engines.sglang import media
 from tests.engines.sglang.indexer_rig import PAGE_TOKENS, IndexerRig
-from tests.engines.sglang.processes import Daemon
 from tests.engines.sglang.rig import Model, Storage, kv_of
 
 MODEL = Model("mla", page_size=PAGE_TOKENS, layers=2)
 TOKENS = list(range(1000, 1000 + 4 * PAGE_TOKENS + 5))
 KV = kv_of(MODEL, TOKENS)
 INDEXER = "indexer"
-
-
-@pytest.fixture
-def storage(request: pytest.FixtureRequest, shared_daemon: Daemon) -> Storage:
-    return media.ours(shared_daemon.address, model_revision=request.node.nodeid)
 
 
 def _rig(storage: Storage, core: str = "rust", layout: str = "page_first") -> IndexerRig:

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-from tests.engines.sglang import media
-from tests.engines.sglang.processes import Daemon
 from tests.engines.sglang.rig import CacheRig, Model, Storage, kv_of
 from tests.engines.sglang.swa_rig import SwaRig
 
@@ -18,11 +16,6 @@ MODEL = Model(layers=4)
 TOKENS = list(range(1000, 1000 + 6 * 16 + 5))
 KV = kv_of(MODEL, TOKENS)
 SWA = "swa"
-
-
-@pytest.fixture
-def storage(request: pytest.FixtureRequest, shared_daemon: Daemon) -> Storage:
-    return media.ours(shared_daemon.address, model_revision=request.node.nodeid)
 
 
 def _check_device(rig: SwaRig, num_tokens: int) -> None:

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engines.sglang import media
-from tests.engines.sglang.processes import Daemon
 from tests.engines.sglang.rig import Model, Storage, kv_of
 from tests.engines.sglang.state_rig import StateRig
 
@@ -18,11 +16,6 @@ MODEL = Model(layers=2)
 TOKENS = list(range(1000, 1000 + 6 * 16 + 5))
 KV = kv_of(MODEL, TOKENS)
 STATE = "mamba"
-
-
-@pytest.fixture
-def storage(request: pytest.FixtureRequest, shared_daemon: Daemon) -> Storage:
-    return media.ours(shared_daemon.address, model_revision=request.node.nodeid)
 
 
 def _check_device(rig: StateRig, num_tokens: int) -> None:
