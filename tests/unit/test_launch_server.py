@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -139,3 +140,23 @@ def test_port_0_is_a_free_port_that_is_told() -> None:
         port = bound.getsockname()[1]
         assert url_of(bound) == f"http://127.0.0.1:{port}"
         assert port > 0
+
+
+def test_an_answer_of_several_writes_does_not_wait_for_the_other_side() -> None:
+    async def is_sent_at_once() -> bool:
+        heard: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def took(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            heard.set_result(bool(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+            writer.close()
+
+        bound = bind("127.0.0.1", 0, "--")
+        async with await asyncio.start_server(took, sock=bound):
+            _, writer = await asyncio.open_connection(*bound.getsockname())
+            try:
+                return await asyncio.wait_for(heard, 60)
+            finally:
+                writer.close()
+
+    assert asyncio.run(is_sent_at_once())
