@@ -4,6 +4,8 @@ One object is a page of SmolLM2-135M at page size 64 in bf16 (1,474,560 bytes) w
 objects, 94 MB, to fresh names each round; removing them is not timed.
 
 hot: through the page cache, against a Python loop of open, write, rename (put) and open, readinto (get).
+full: the directory is at its capacity, so that each batch makes an older one leave; the reference removes as many files
+first.
 direct: O_DIRECT, against io_uring with O_DIRECT and 8 files in flight, each opened, moved by one operation from or to
 aligned memory, and closed; where io_uring is not permitted, against as many threads as the backend uses, which do the
 same by system calls. The reference writes each file under its final name: no temporary name, no rename, no accounting;
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -52,10 +55,13 @@ class Setting:
 
     @staticmethod
     @contextmanager
-    def make(*, is_direct: bool, verified: bool = False) -> Iterator[Setting]:
+    def make(*, is_direct: bool, verified: bool = False, num_batches: int = 4) -> Iterator[Setting]:
+        """A directory that has room for so many batches."""
         with tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as name:
             root = Path(name)
-            config = FileConfig(root / "objects", 4 * COUNT * OBJECT_BYTES, direct="on" if is_direct else "off")
+            config = FileConfig(
+                root / "objects", num_batches * COUNT * OBJECT_BYTES, direct="on" if is_direct else "off"
+            )
             backend: StorageBackend = FileBackend(config)
             backend.wait_ready()
             size = OBJECT_BYTES
@@ -75,6 +81,10 @@ class Setting:
             self.backend.delete(make_ids(COUNT, self.batch))
         for path in self.names:
             path.unlink(missing_ok=True)
+        return self.next_batch()
+
+    def next_batch(self) -> ObjectIds:
+        """Ids and names nobody used; what was there before stays."""
         self.batch += 1
         self.names = [self.plain / f"{self.batch}-{i}" for i in range(COUNT)]
         return make_ids(COUNT, self.batch)
@@ -192,6 +202,28 @@ def get_hot_verified(run: Run) -> Measurement:
 @figure("file.put_direct", unit="GB/s", target="ratio>=0.9", reference="io_uring, O_DIRECT, 8 in flight")
 def put_direct(run: Run) -> Measurement:
     return _put(run, Setting.raw_put, is_direct=True)
+
+
+@figure("file.put_full", unit="GB/s", target="ratio>=1", reference="unlink, then io_uring, O_DIRECT, 8 in flight")
+def put_full(run: Run) -> Measurement:
+    with Setting.make(is_direct=True, num_batches=2) as setting:
+        kept: deque[list[Path]] = deque()
+
+        def raw_put() -> None:
+            if len(kept) == 2:
+                for path in kept.popleft():
+                    path.unlink()
+            setting.raw_put()
+            kept.append(setting.names)
+
+        def step() -> tuple[Callable[[], None], Callable[[], None]]:
+            ids = setting.next_batch()
+            return lambda: setting.put(ids), raw_put
+
+        for _ in range(2):
+            for call in step():
+                call()
+        return _rates(run, step, f"{DEFAULT_THREADS}+1 threads")
 
 
 @figure("file.get_direct", unit="GB/s", target="ratio>=0.9", reference="io_uring, O_DIRECT, 8 in flight")

@@ -1,8 +1,9 @@
 """Objects as files of one directory, in batches on native threads.
 
 An object lies at `XX/<72 hex digits>.page`, XX being the first two digits of its id. It is written to a temporary file
-beside that name and renamed without replacing, so a name is absent or holds a whole object. Nothing is synced to the
-device: what a power failure leaves behind is found out by the checksum in the object.
+beside that name and renamed without replacing, so a name is absent or holds a whole object. The file of an object that
+leaves may become another one's (`FileIo.reuse`); a read notices. Nothing is synced to the device: what a power failure
+leaves behind is found out by the checksum in the object.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ class FileIo:
         del self._native
 
     def write(
-        self, ids: ObjectIds, addresses: U64, lengths: U64, offsets: I64, which: Bools, modified_ns: I64
+        self, ids: ObjectIds, addresses: U64, lengths: U64, offsets: I64, which: Bools, modified_ns: I64, reused: U64
     ) -> tuple[U64, I32]:
         """Write temporary files where `which`: their numbers, for `publish` or `discard`, and errors.
 
-        modified_ns [n]: when each is to have been modified. A file that failed is gone again.
+        modified_ns [n]: when each is to have been modified. reused [n]: numbers of files that are there to be written
+        over, from `reuse`; 0: there is none. A file that failed is gone again.
         """
-        return self._native.write(ids, addresses, lengths, offsets, which.view(np.uint8), modified_ns)
+        return self._native.write(ids, addresses, lengths, offsets, which.view(np.uint8), modified_ns, reused)
 
     def publish(self, ids: ObjectIds, numbers: U64, which: Bools) -> I32:
         """Give temporary files their names. EEXIST: the object is there already. What failed is gone."""
@@ -81,6 +83,11 @@ class FileIo:
     def remove(self, ids: ObjectIds, set_aside: Bools) -> I32:
         """Remove objects, or objects set aside."""
         return self._native.remove(ids, set_aside.view(np.uint8))
+
+    def reuse(self, victims: ObjectIds, ids: ObjectIds, num_bytes: I64) -> tuple[U64, I32]:
+        """Remove objects [n], and keep each one's file, cut to `num_bytes` [n] where it is longer, as temporary file of
+        another object: numbers for `write` or `discard`, 0 where there is none, and errors of the removal."""
+        return self._native.reuse(victims, ids, num_bytes)
 
     def sizes(self, ids: ObjectIds) -> I64:
         """Bytes of each object, -1 where there is none, -1 - errno where that cannot be told."""

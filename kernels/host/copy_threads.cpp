@@ -35,14 +35,14 @@ ThreadPool& copy_pool() {
 
 }  // namespace
 
-void copy_in_runs(size_t num_pages, size_t page_bytes, const std::function<void(size_t, size_t)>& copy) {
-    const size_t run = std::max<size_t>(1, run_bytes / std::max<size_t>(page_bytes, 1));
-    if (num_pages <= run) {
-        if (num_pages > 0) copy(0, num_pages);
+void in_runs(size_t num_pages, size_t page_bytes, const std::function<void(size_t, size_t)>& run) {
+    const size_t length = std::max<size_t>(1, run_bytes / std::max<size_t>(page_bytes, 1));
+    if (num_pages <= length) {
+        if (num_pages > 0) run(0, num_pages);
         return;
     }
-    const size_t num_runs = (num_pages + run - 1) / run;
-    copy_pool().each(num_runs, 1, [&](size_t i) { copy(i * run, std::min(num_pages, (i + 1) * run)); });
+    const size_t num_runs = (num_pages + length - 1) / length;
+    copy_pool().each(num_runs, 1, [&](size_t i) { run(i * length, std::min(num_pages, (i + 1) * length)); });
 }
 
 }  // namespace cachesvc

@@ -17,6 +17,7 @@
 namespace cachesvc {
 namespace {
 
+constexpr int max_reads = 3;  // of a file that is another one, or was touched, after each
 constexpr size_t names_grain = 16;  // names per turn of a thread, where each takes microseconds
 constexpr char digits[] = "0123456789abcdef";
 constexpr char page_suffix[] = ".page";
@@ -132,21 +133,17 @@ void FileIo::write(const ObjectId* ids, const Segments& segments, const uint8_t*
     threads_.each(segments.count, 1, [&](size_t i) {
         errors[i] = not_tried;
         if (!which[i]) return;
-        numbers[i] = next_number_.fetch_add(1);
-        errors[i] = write_one(ids[i], segments.object(i), modified_ns[i], numbers[i]);
+        const bool is_there = numbers[i] != 0;
+        if (!is_there) numbers[i] = next_number_.fetch_add(1);
+        errors[i] = write_one(ids[i], segments.object(i), modified_ns[i], numbers[i], is_there);
     });
 }
 
-int FileIo::write_one(const ObjectId& id, const Segments::Object& object, int64_t modified_ns, uint64_t number) {
+int FileIo::write_one(const ObjectId& id, const Segments::Object& object, int64_t modified_ns, uint64_t number,
+                      bool is_there) {
     const std::string path = temporary_path(id, number);
-    const int flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | (direct_ ? O_DIRECT : 0);
-    int opened = openat(directory_, path.c_str(), flags, 0600);
-    if (opened < 0 && errno == ENOENT) {  // the first object of its shard
-        if (mkdirat(directory_, shard_name(id).c_str(), 0700) != 0 && errno != EEXIST) return errno;
-        opened = openat(directory_, path.c_str(), flags, 0600);
-    }
-    if (opened < 0) return errno;
-    const Descriptor file(opened);
+    const Descriptor file(open_temporary(id, path, is_there));
+    if (file < 0) return errno;
     int error = write_object(file, object, direct_ ? direct_alignment : 1);
     if (!error) {
         const timespec when{modified_ns / 1'000'000'000, modified_ns % 1'000'000'000};
@@ -155,6 +152,20 @@ int FileIo::write_one(const ObjectId& id, const Segments::Object& object, int64_
     }
     if (error) unlinkat(directory_, path.c_str(), 0);
     return error;
+}
+
+// A descriptor, or -1 and errno. A file that is there and cannot be written (another user's) is replaced.
+int FileIo::open_temporary(const ObjectId& id, const std::string& path, bool is_there) {
+    const int common = O_WRONLY | O_CLOEXEC | (direct_ ? O_DIRECT : 0), create = common | O_CREAT | O_EXCL;
+    if (is_there) {
+        const int opened = openat(directory_, path.c_str(), common | O_NOFOLLOW);
+        if (opened >= 0) return opened;
+        unlinkat(directory_, path.c_str(), 0);
+    }
+    const int opened = openat(directory_, path.c_str(), create, 0600);
+    if (opened >= 0 || errno != ENOENT) return opened;
+    if (mkdirat(directory_, shard_name(id).c_str(), 0700) != 0 && errno != EEXIST) return -1;  // its shard's first
+    return openat(directory_, path.c_str(), create, 0600);
 }
 
 void FileIo::publish(const ObjectId* ids, const uint64_t* numbers, const uint8_t* which, size_t count,
@@ -182,15 +193,30 @@ void FileIo::read(const ObjectId* ids, const Segments& segments, int32_t* errors
 }
 
 int FileIo::read_one(const ObjectId& id, const Segments::Object& object) {
-    const Descriptor file(openat(directory_, page_path(id).c_str(), open_object | (direct_ ? O_DIRECT : 0)));
+    const std::string path = page_path(id);
+    for (int attempt = 0; attempt < max_reads; ++attempt) {
+        bool is_whole = false;
+        const int result = read_once(path, object, &is_whole);
+        if (is_whole || result > 0) return result;
+    }
+    return ESTALE;
+}
+
+// is_whole: the file was this object's all the time. Else, without an error, anything may have been read.
+int FileIo::read_once(const std::string& path, const Segments::Object& object, bool* is_whole) {
+    const Descriptor file(openat(directory_, path.c_str(), open_object | (direct_ ? O_DIRECT : 0)));
     if (file < 0) return errno;
-    struct stat status;
-    if (fstat(file, &status) != 0) return errno;
-    if (!S_ISREG(status.st_mode)) return EINVAL;
+    struct stat before, after;
+    if (fstat(file, &before) != 0) return errno;
+    if (!S_ISREG(before.st_mode)) return EINVAL;
     size_t got = 0;
     if (int error = read_object(file, object, direct_ ? direct_alignment : 1, &got)) return error;
+    if (fstatat(directory_, path.c_str(), &after, AT_SYMLINK_NOFOLLOW) != 0) return errno;
+    // By its number the file may be the same and have been another object's in between; the time of change tells.
+    *is_whole = before.st_ino == after.st_ino && before.st_dev == after.st_dev &&
+                before.st_ctim.tv_sec == after.st_ctim.tv_sec && before.st_ctim.tv_nsec == after.st_ctim.tv_nsec;
     const size_t wanted = object.bytes();
-    return got == wanted && static_cast<size_t>(status.st_size) == wanted ? done : wrong_length;
+    return got == wanted && static_cast<size_t>(before.st_size) == wanted ? done : wrong_length;
 }
 
 void FileIo::sizes(const ObjectId* ids, size_t count, int64_t* bytes) {
@@ -209,6 +235,42 @@ void FileIo::remove(const ObjectId* ids, const uint8_t* set_aside, size_t count,
         const std::string path = set_aside[i] ? set_aside_path(ids[i]) : page_path(ids[i]);
         errors[i] = unlinkat(directory_, path.c_str(), 0) == 0 ? done : errno;
     });
+}
+
+void FileIo::reuse(const ObjectId* victims, const ObjectId* ids, const int64_t* bytes, size_t count, uint64_t* numbers,
+                   int32_t* errors) {
+    threads_.each(count, names_grain, [&](size_t i) {
+        numbers[i] = 0;
+        errors[i] = reuse_one(victims[i], ids[i], bytes[i], &numbers[i]);
+    });
+}
+
+int FileIo::reuse_one(const ObjectId& victim, const ObjectId& id, int64_t bytes, uint64_t* number) {
+    const std::string path = page_path(victim);
+    const auto removed = [&](const std::string& name) {
+        return unlinkat(directory_, name.c_str(), 0) == 0 ? done : errno;
+    };
+    struct stat status;
+    if (fstatat(directory_, path.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0) return errno;
+    if (!S_ISREG(status.st_mode) || status.st_nlink != 1) return removed(path);  // its other names are somebody's copy
+    const uint64_t next = next_number_.fetch_add(1);
+    const std::string kept = temporary_path(id, next);
+    const auto renamed = [&] {
+        return renameat(directory_, path.c_str(), directory_, kept.c_str()) == 0 ? done : errno;
+    };
+    int error = renamed();
+    if (error == ENOENT && (mkdirat(directory_, shard_name(id).c_str(), 0700) == 0 || errno == EEXIST))
+        error = renamed();
+    if (error == ENOENT) return error;
+    if (error) return removed(path);
+    if (status.st_size > bytes && !cut(kept, bytes)) return removed(kept);
+    *number = next;
+    return done;
+}
+
+bool FileIo::cut(const std::string& path, off_t bytes) {
+    const Descriptor file(openat(directory_, path.c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW));
+    return file >= 0 && ftruncate(file, bytes) == 0;
 }
 
 void FileIo::set_aside(const ObjectId* ids, const Segments& segments, int32_t* errors) {

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
 
+#include "copy_threads.hpp"
 #include "fault_guard.hpp"
 #include "page_checksum.hpp"
 
@@ -116,30 +118,46 @@ void store_header(const PageHeader& header, size_t i, size_t header_bytes, uint8
     std::memset(out + sizeof(header), 0, header_bytes - sizeof(header));
 }
 
+// As guarded_all over pages whose bytes are all read: by several threads, as a medium waits for it.
+template <class Body>
+void guarded_pages(size_t num_pages, size_t page_bytes, const Body& body) {
+    std::atomic<size_t> faulted{num_pages};  // the first one
+    in_runs(num_pages, page_bytes, [&](size_t begin, size_t end) {
+        guarded_each(
+            end - begin, [&](size_t i) { body(begin + i); },
+            [&](size_t i) {
+                size_t first = faulted.load();
+                while (begin + i < first && !faulted.compare_exchange_weak(first, begin + i)) {
+                }
+            });
+    });
+    if (faulted.load() < num_pages) throw MemoryFault(faulted.load());
+}
+
 }  // namespace
 
 void encode_headers(const PageBatch& pages, size_t header_bytes, uint8_t* headers) {
-    guarded_all(pages.num_pages, [&](size_t i) {
+    guarded_pages(pages.num_pages, pages.payload_bytes, [&](size_t i) {
         store_header(describe(pages, i, header_bytes, {raw_codec, pages.payload_bytes}), i, header_bytes, headers);
     });
 }
 
 void check_pages(const PageBatch& pages, size_t header_bytes, const uint8_t* headers, PageCheck* checks) {
     const Expected raw_only{1, pages.payload_bytes, pages.payload_bytes};
-    guarded_all(pages.num_pages, [&](size_t i) {
+    guarded_pages(pages.num_pages, pages.payload_bytes, [&](size_t i) {
         checks[i] = check_page(load_header(headers, i, header_bytes), pages, i, header_bytes, raw_only);
     });
 }
 
 void encode_encoded_headers(const EncodedBatch& batch, size_t header_bytes, uint8_t* headers) {
-    guarded_all(batch.pages.num_pages, [&](size_t i) {
+    guarded_pages(batch.pages.num_pages, batch.pages.payload_bytes, [&](size_t i) {
         const Stored stored{batch.codecs[i], batch.stored_bytes[i]};
         store_header(describe(batch.pages, i, header_bytes, stored), i, header_bytes, headers);
     });
 }
 
 void check_encoded(const EncodedBatch& batch, size_t header_bytes, const uint8_t* headers, const EncodedChecks& out) {
-    guarded_all(batch.pages.num_pages, [&](size_t i) {
+    guarded_pages(batch.pages.num_pages, batch.pages.payload_bytes, [&](size_t i) {
         const PageHeader header = load_header(headers, i, header_bytes);
         const Expected any_codec{num_codecs, 1, batch.stored_bytes[i]};
         out.checks[i] = check_page(header, batch.pages, i, header_bytes, any_codec);

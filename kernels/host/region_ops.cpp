@@ -158,7 +158,7 @@ void read_frames(const Region& region, Frames frames, const uint64_t* generation
         scatter_page(out, i, frame_at(region, frames[i]), i + 1 < end ? frame_at(region, frames[i + 1]) : nullptr);
         return is_unchanged(record, generations[i]);
     };
-    copy_in_runs(frames.size(), region.frame_bytes(), [&](size_t begin, size_t end) {
+    in_runs(frames.size(), region.frame_bytes(), [&](size_t begin, size_t end) {
         guarded_each(
             end - begin, [&](size_t i) { valid[begin + i] = read_page(begin + i, end); },
             [&](size_t i) { valid[begin + i] = false; });
@@ -175,7 +175,7 @@ std::vector<int32_t> write_frames(const FrameWrite& write, bool* written) {
         gather_page(frame_at(region, frame), write.pages, i, i + 1 < end ? write.pages.segment(i + 1, 0) : nullptr);
         store_record(region.record(frame), write.keys + 32 * i, write.depths[i], write.last_use);
     };
-    copy_in_runs(write.frames.size(), region.frame_bytes(), [&](size_t begin, size_t end) {
+    in_runs(write.frames.size(), region.frame_bytes(), [&](size_t begin, size_t end) {
         guarded_each(
             end - begin,
             [&](size_t i) {

@@ -1,9 +1,10 @@
 """Objects as files of one directory.
 
-DESIGN. A put goes: take room (removing the least recently used objects if need be), write temporary files, ask the
-guard, rename, note in the index. A failure at any step leaves no object and gives the room back. Existence is answered
-by the index (index.py), room is counted for all processes that use the directory (writers.py), and all file operations
-are native batches (cachekernels.files). See README.md for the layout on disk and what is not promised.
+DESIGN. A put goes: take room (removing the least recently used objects if need be), write temporary files (over the
+files of what was removed, where there are some), ask the guard, rename, note in the index. A failure at any step leaves
+no object and gives the room back. Existence is answered by the index (index.py), room is counted for all processes that
+use the directory (writers.py), and all file operations are native batches (cachekernels.files). See README.md for the
+layout on disk and what is not promised.
 
 It is one directory, by its inode: once that is removed or emptied under it, it is lost for good (backend.py opens it
 anew).
@@ -150,12 +151,12 @@ class ObjectDirectory(StorageBackend):
             with self._naming:
                 reservation = self._index.objects.reserve(ids, lengths.astype(np.uint64))
                 self._evictions.tell(reservation)
-                self._index.remove_victims(reservation)
+                reused = self._index.make_room(reservation, ids, lengths)
             try:
                 result = ADMISSION_OUTCOMES[reservation.admission()]
                 if (result == Outcome.NO_SPACE).any() and self._index.look_again():
                     result[result == Outcome.NO_SPACE] = Outcome.THROTTLED
-                numbers = self._write(ids, segments, result, guard)
+                numbers = self._write(ids, segments, result, guard, reused)
                 with self._naming:
                     self._publish(ids, numbers, result)
                     self._index.objects.commit(reservation, result == Outcome.OK)
@@ -164,12 +165,16 @@ class ObjectDirectory(StorageBackend):
             self._index.adopt(ids, lengths, result == Outcome.EXISTS)
             return result
 
-    def _write(self, ids: ObjectIds, segments: Segments, result: Outcomes, guard: Guard | None) -> NDArray[np.uint64]:
-        """Write temporary files for results that are OK, and ask the guard; what fails changes its result."""
+    def _write(
+        self, ids: ObjectIds, segments: Segments, result: Outcomes, guard: Guard | None, reused: NDArray[np.uint64]
+    ) -> NDArray[np.uint64]:
+        """Write temporary files for results that are OK, `reused` where there is one, and ask the guard; what fails
+        changes its result."""
         wanted = result == Outcome.OK
         if not wanted.any():
             return np.zeros(len(ids), dtype=np.uint64)
-        numbers, errors = self._write_files(ids, segments, wanted, self._machine.stamps(self._clock_ns(), len(ids)))
+        stamps = self._machine.stamps(self._clock_ns(), len(ids))
+        numbers, errors = self._write_files(ids, segments, wanted, stamps, reused)
         written = errors == 0
         result[wanted & ~written] = _put_outcomes(errors)[wanted & ~written]
         kept = np.zeros(len(ids), dtype=np.bool_)
@@ -187,10 +192,17 @@ class ObjectDirectory(StorageBackend):
         return self._files.read(ids, segments.addresses, segments.lengths, segments.offsets)
 
     def _write_files(
-        self, ids: ObjectIds, segments: Segments, which: NDArray[np.bool_], modified_ns: NDArray[np.int64]
+        self,
+        ids: ObjectIds,
+        segments: Segments,
+        which: NDArray[np.bool_],
+        modified_ns: NDArray[np.int64],
+        reused: NDArray[np.uint64],
     ) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
         """As `FileIo.write`."""
-        return self._files.write(ids, segments.addresses, segments.lengths, segments.offsets, which, modified_ns)
+        return self._files.write(
+            ids, segments.addresses, segments.lengths, segments.offsets, which, modified_ns, reused
+        )
 
     def _publish(self, ids: ObjectIds, numbers: NDArray[np.uint64], result: Outcomes) -> None:
         """Name the temporary files of results that are OK; what fails changes its result."""

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import numpy as np
 from cachekernels.files import NUM_SHARDS, FileIo, FoundFiles
-from cachekernels.objects import ObjectIndex, Removal, Reservation
+from cachekernels.objects import Admission, ObjectIndex, Removal, Reservation
 from numpy.typing import NDArray
 
 from storage_backends.base import ObjectIds
@@ -95,16 +95,46 @@ class FileIndex:
         if which.any():
             self.objects.forget(ids, which, counted=self.counts_found, as_of=as_of)
 
+    def make_room(self, reservation: Reservation, ids: ObjectIds, lengths: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Remove what must leave for a reservation of `ids` [n], and settle it. Returns uint64 [n]: numbers of files
+        that objects have left to those that are granted, to be written over; 0 where there is none."""
+        victims, set_aside = reservation.victims()
+        numbers = np.zeros(len(ids), np.uint64)
+        # Another machine may take a file for what it was for as long as its file system remembers the name.
+        leaving = np.flatnonzero(~set_aside & (not self._machine.is_shared))
+        heirs = np.flatnonzero(reservation.admission() == Admission.GRANTED)[: len(leaving)]
+        leaving = leaving[: len(heirs)]
+        others = np.ones(len(victims), np.bool_)
+        others[leaving] = False
+        errors = np.zeros(len(victims), np.int32)
+        if len(leaving):
+            numbers[heirs], errors[leaving] = self._files.reuse(
+                np.ascontiguousarray(victims[leaving]), np.ascontiguousarray(ids[heirs]), lengths[heirs]
+            )
+        if others.any():
+            errors[others] = self._files.remove(np.ascontiguousarray(victims[others]), set_aside[others])
+        self._settle(reservation, errors)
+        refused = (numbers > 0) & (reservation.admission() != Admission.GRANTED)
+        if refused.any():
+            self._files.discard(ids, numbers, refused)
+            numbers[refused] = 0
+        return numbers
+
     def remove_victims(self, reservation: Reservation) -> tuple[ObjectIds, NDArray[np.int32]]:
         """Remove what must leave for a reservation, and settle it. Returns what could not be removed, and errnos."""
         victims, set_aside = reservation.victims()
         errors = self._files.remove(victims, set_aside) if len(victims) else np.zeros(0, dtype=np.int32)
-        removal = np.full(len(victims), Removal.KEPT, dtype=np.uint8)
+        kept = self._settle(reservation, errors)
+        return victims[kept], errors[kept]
+
+    def _settle(self, reservation: Reservation, errors: NDArray[np.int32]) -> Bools:
+        """After the removal of its victims [m] ended with `errors` [m]. Returns which are still there."""
+        removal = np.full(len(errors), Removal.KEPT, dtype=np.uint8)
         removal[errors == 0] = Removal.REMOVED
         removal[errors == errno.ENOENT] = Removal.REMOVED if self.counts_found else Removal.VANISHED
         self.objects.settle(reservation, removal)
-        kept = removal == Removal.KEPT
-        return victims[kept], errors[kept]
+        is_kept: Bools = removal == Removal.KEPT
+        return is_kept
 
     def look_again(self) -> bool:
         """There is no room, and nothing known that could leave: whether others may have put something that could, and

@@ -61,8 +61,9 @@ class NixlDirectory(ObjectDirectory):
                 files = {
                     i: fd for i in group if (fd := self._open_whole(opened, names[i], int(lengths[i]))) is not None
                 }
+                before = {i: _state(os.fstat(fd)) for i, fd in files.items()}
                 if self._moved(self._agent.read, files, lengths, segments):
-                    errors[list(files)] = 0
+                    errors[[i for i in files if self._is_still(names[i], before[i])]] = 0
         return self._natively(ids, segments, errors)
 
     def _natively(self, ids: ObjectIds, segments: Segments, errors: Errors) -> Errors:
@@ -74,24 +75,29 @@ class NixlDirectory(ObjectDirectory):
         return errors
 
     def _write_files(
-        self, ids: ObjectIds, segments: Segments, which: NDArray[np.bool_], modified_ns: NDArray[np.int64]
+        self,
+        ids: ObjectIds,
+        segments: Segments,
+        which: NDArray[np.bool_],
+        modified_ns: NDArray[np.int64],
+        reused: NDArray[np.uint64],
     ) -> tuple[NDArray[np.uint64], Errors]:
         names, lengths = names_of(ids), segments.object_lengths()
-        numbers = np.zeros(len(ids), dtype=np.uint64)
+        numbers = reused.copy()
         errors = np.full(len(ids), NOT_TRIED, dtype=np.int32)
         for group in self._groups(np.flatnonzero(which).tolist(), segments):
-            numbers[group] = [next(self._numbers) for _ in group]
             with ExitStack() as opened:
-                made = {i: self._create(opened, names[i], int(numbers[i])) for i in group}
+                made = {i: self._open_temporary(opened, names[i], numbers, i) for i in group}
                 files = {i: fd for i, fd in made.items() if fd is not None}
                 if self._moved(self._agent.write, files, lengths, segments) and _stamped(files, modified_ns):
                     errors[list(files)] = 0
                 else:
                     self._files.discard(ids, numbers, np.isin(np.arange(len(ids)), list(files)))
+                    numbers[list(files)] = 0
         left = which & (errors == NOT_TRIED)
         if left.any():
             self.num_native_files += int(left.sum())
-            own_numbers, own_errors = super()._write_files(ids, segments, left, modified_ns)
+            own_numbers, own_errors = super()._write_files(ids, segments, left, modified_ns, numbers)
             numbers[left], errors[left] = own_numbers[left], own_errors[left]
         return numbers, errors
 
@@ -130,18 +136,33 @@ class NixlDirectory(ObjectDirectory):
         opened.callback(os.close, fd)
         return fd if os.fstat(fd).st_size == length else None
 
-    def _create(self, opened: ExitStack, name: str, number: int) -> int | None:
-        """A temporary file, closed with `opened`; None where there can be none."""
+    def _is_still(self, name: str, state: tuple[int, ...]) -> bool:
+        """Whether the object's file is the one of this state (kernels/host/file_io.hpp says why it may not be)."""
+        try:
+            found = os.stat(f"{name[:2]}/{name}.page", dir_fd=self._root, follow_symlinks=False)
+        except OSError:
+            return False
+        return _state(found) == state
+
+    def _open_temporary(self, opened: ExitStack, name: str, numbers: NDArray[np.uint64], i: int) -> int | None:
+        """The temporary file with number `numbers[i]`, or a new one where that is 0, closed with `opened`; None where
+        there can be none, or the native writer is to have a look at it."""
+        flags = os.O_WRONLY | self._flags | (os.O_NOFOLLOW if numbers[i] else os.O_CREAT | os.O_EXCL)
+        number = int(numbers[i]) or next(self._numbers)
         path = f"{name[:2]}/{name}.{self._writers.token}.{number}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flags
         for _ in range(2):
             with suppress(OSError):
                 fd = os.open(path, flags, 0o600, dir_fd=self._root)
                 opened.callback(os.close, fd)
+                numbers[i] = number
                 return fd
             with suppress(OSError):
                 os.mkdir(name[:2], 0o700, dir_fd=self._root)
         return None
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_ino, status.st_dev, status.st_ctime_ns
 
 
 def _stamped(files: dict[int, int], modified_ns: NDArray[np.int64]) -> bool:

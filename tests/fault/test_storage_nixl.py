@@ -166,6 +166,48 @@ class TestWhoMovesWhat:
             assert not left.exists()
 
 
+class TestFilesThatAreWrittenOver:
+    @staticmethod
+    def path(root: Path, name: str) -> Path:
+        return root / name[:2] / f"{name}.page"
+
+    def test_the_next_objects_have_the_files_of_those_that_left(self, tmp_path: Path) -> None:
+        ids, pages, target = make_ids(8), Buffers.make(8, SIZE, seed=1), Buffers.make(4, SIZE)
+        paths = [self.path(tmp_path, name) for name in names_of(ids)]
+        with opened(tmp_path, capacity_bytes=4 * SIZE) as backend:
+            backend.put_from(ids[:4], pages.take(slice(0, 4)).segments())
+            before = {path.stat().st_ino for path in paths[:4]}
+            assert (backend.put_from(ids[4:], pages.take(slice(4, 8)).segments()) == Outcome.OK).all()
+            assert {path.stat().st_ino for path in paths[4:]} == before
+            assert (backend.get_into(ids[4:], target.segments()) == Outcome.OK).all()
+            assert np.array_equal(target.rows, pages.rows[4:])
+            assert native_files(backend) == 0
+            assert len(list(tmp_path.glob("??/*"))) == 4
+
+    @pytest.mark.parametrize("num_between", [1, 2])
+    def test_what_is_read_meanwhile_is_read_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_between: int
+    ) -> None:
+        """`num_between` objects get the file while NIXL reads from it; the last of them is the one that is read."""
+        ids, pages, target = make_ids(2), Buffers.make(3, SIZE, seed=1), Buffers.make(1, SIZE)
+        with opened(tmp_path, capacity_bytes=SIZE) as backend:
+            read = backend.agent.read
+
+            def overtaken(targets: list[Target], segments: Segments) -> None:
+                for number in range(1, num_between + 1):
+                    one = number % 2
+                    backend.put_from(ids[one : one + 1], pages.take(slice(number, number + 1)).segments())
+                read(targets, segments)
+
+            backend.put_from(ids[:1], pages.take(slice(0, 1)).segments())
+            monkeypatch.setattr(backend.agent, "read", overtaken)
+            outcome = backend.get_into(ids[:1], target.segments())[0]
+            assert outcome == (Outcome.MISS if num_between == 1 else Outcome.OK)
+            assert native_files(backend) == 1
+            if num_between == 2:
+                assert np.array_equal(target.rows[0], pages.rows[2])
+
+
 class TestMemory:
     def test_large_memory_is_registered_once(self, backend: NixlBackend) -> None:
         frames = np.zeros((256, SIZE), dtype=np.uint8)

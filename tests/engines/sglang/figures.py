@@ -84,9 +84,9 @@ def fresh_keys(number: int, count: int = PAGES) -> list[str]:
 
 
 @contextmanager
-def ours(*, keeps_files: bool = False, **extra: Any) -> Iterator[tuple[Side, Daemon]]:
+def ours(*, keeps_files: bool = False, capacity: str = "8 GiB", **extra: Any) -> Iterator[tuple[Side, Daemon]]:
     patience = {"get_timeout_ms": NEVER_MS, "put_timeout_ms": NEVER_MS, "memory_gib": 2.0}
-    with Daemon(managed=MANAGED, keeps_files=keeps_files, capacity="8 GiB") as daemon:
+    with Daemon(managed=MANAGED, keeps_files=keeps_files, capacity=capacity) as daemon:
         side = Side(media.ours(daemon.address, **{**patience, **extra}))
         try:
             yield side, daemon
@@ -135,12 +135,20 @@ def touch_frames(mine: Side, numbers: Iterator[int]) -> None:
 
 
 def paired(
-    run: Run, mine: Callable[[], object], theirs: Callable[[], object], after: Callable[[], object] | None = None
+    run: Run,
+    mine: Callable[[], object],
+    theirs: Callable[[], object],
+    *,
+    before: Callable[[], object] | None = None,
+    after: Callable[[], object] | None = None,
 ) -> Measurement:
-    """Rates of interleaved rounds; `after` each round, not measured."""
+    """Rates of interleaved rounds; `before` each call (so that none pays for what the one before it left to be
+    written) and `after` each round, not measured."""
     rates: tuple[list[float], list[float]] = ([], [])
     for number in range(run.warmups + run.rounds):
         for call, into in zip((mine, theirs), rates, strict=True):
+            if before is not None:
+                before()
             start = run.clock()
             call()
             took = run.clock() - start
@@ -154,8 +162,19 @@ def paired(
 @figure("sglang.backup_bypassed", unit="GB/s", target="ratio>=2", reference="SGLang's file backend, then fsync")
 def backup_bypassed(run: Run) -> Measurement:
     """Host pool → the disk: until the node's file tier has every page."""
+    return to_disk(run, capacity="8 GiB")
+
+
+@figure("sglang.backup_full", unit="GB/s", target="ratio>=2", reference="SGLang's file backend, then fsync")
+def backup_full(run: Run) -> Measurement:
+    """The same into a tier at its capacity, as each one is after a while: older pages leave. SGLang's has no bound."""
+    return to_disk(run, capacity="600 MiB")
+
+
+def to_disk(run: Run, *, capacity: str) -> Measurement:
     numbers = itertools.count()
-    with ours(keeps_files=True, memory_gib=3 * AMOUNT / 2**30) as (mine, daemon), files() as (theirs, path):
+    memory_gib = 3 * AMOUNT / 2**30
+    with ours(keeps_files=True, capacity=capacity, memory_gib=memory_gib) as (mine, daemon), files() as (theirs, path):
         stored = itertools.count(PAGES, PAGES)
 
         def store() -> None:
@@ -171,7 +190,7 @@ def backup_bypassed(run: Run) -> Measurement:
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
 
-        return paired(run, store, reference, after=lambda: remove(path))
+        return paired(run, store, reference, before=os.sync, after=lambda: remove(path))
 
 
 @figure(
