@@ -171,6 +171,7 @@ class ManagedVerb(StrEnum):
     CONTAINS = "contains"
     DELETE = "delete"
     CLEAR = "clear"
+    USE = "use"  # pages that it has by itself, in front of those it asks for
 
 
 class Direction(StrEnum):

@@ -39,6 +39,7 @@ from cachesvc.client.store_arguments import (
     check_keys,
     check_opening,
     check_timeout,
+    checked_prefix,
     page_depths,
     page_keys,
     page_memory,
@@ -46,7 +47,7 @@ from cachesvc.client.store_arguments import (
 from cachesvc.client.store_connection import ReconnectInCall, StoreConnection
 from cachesvc.client.store_hold import PageHold
 from cachesvc.client.store_link import LEAVE_TIMEOUT_S, NodeSilent, StoreLink, body_of
-from cachesvc.client.store_reads import Reads
+from cachesvc.client.store_reads import Reads, in_front
 from cachesvc.identity import store_keys
 from cachesvc.node.store_sessions import StoreRequest
 from cachesvc.rpc import managed_pb2, store_codec
@@ -126,20 +127,25 @@ class Store:
         *,
         segment_bytes: U64 | None = None,
         first_page: int = 0,
+        prefix: Keys | None = None,
         timeout_s: float | None = None,
     ) -> Outcomes:
         """Copies pages in. OK: taken; the node stores it in its tiers by and by. EXISTS: it was there, nothing was
         copied. Else it is not there: NO_SPACE (all memory is being read, written or stored), THROTTLED, CHANGED; after
         TIMEOUT it may be there.
 
-        first_page: position of pages[0] in its prompt; of pages last used together the deepest leave first.
+        first_page: position of pages[0] in its prompt; of pages last used together the deepest leave first. prefix:
+        uint8 [m, 32], keys of pages in front of pages[0], from the first one of the prompt on: they count as used, too,
+        in memory and tiers, wherever the node has them. A prompt whose first page has left restores nothing.
         """
         check_keys(keys)
+        prefix = checked_prefix(prefix)
         memory = page_memory("pages", pages, segment_bytes, len(keys), self.page_bytes, writable=False)
         depths = page_depths(first_page, len(keys))
 
         def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
-            return self._put(link, keys[part], memory[part], depths[part], deadline_s)
+            before = in_front(prefix, keys[: part.start], link.max_keys)
+            return self._put(link, keys[part], memory[part], depths[part], before, deadline_s)
 
         return self._run(len(keys), one, timeout_s, lambda link: link.max_pages)
 
@@ -150,14 +156,15 @@ class Store:
         *,
         segment_bytes: U64 | None = None,
         first_page: int = 0,
+        prefix: Keys | None = None,
         timeout_s: float | None = None,
     ) -> Outcomes:
         """Copies pages out: the memory of each page that is OK holds it, of each other one it is undefined. MISS: it
         is nowhere. Pages that only a storage tier has are read into the node's memory first. Any subset, in any
-        order."""
+        order. first_page, prefix: as of `put`."""
         check_keys(keys)
         memory = page_memory("out", out, segment_bytes, len(keys), self.page_bytes, writable=True)
-        reads = Reads(keys, page_depths(first_page, len(keys)))
+        reads = Reads(keys, page_depths(first_page, len(keys)), checked_prefix(prefix))
 
         def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
             return self._get(link, reads, part, memory[part], deadline_s)
@@ -189,12 +196,17 @@ class Store:
         hold.outcomes = self._run(len(keys), one, timeout_s, lambda link: link.max_keys)
         return hold
 
-    def contains(self, keys: Keys, *, timeout_s: float | None = None) -> Outcomes:
-        """OK where the page can be had now, from memory or a tier, else MISS. It may be gone a moment later."""
+    def contains(self, keys: Keys, *, prefix: Keys | None = None, timeout_s: float | None = None) -> Outcomes:
+        """OK where the page can be had now, from memory or a tier, else MISS. It may be gone a moment later. prefix: as
+        of `put`; to ask for a page is no use of it."""
         check_keys(keys)
+        prefix = checked_prefix(prefix)
 
         def one(link: StoreLink, part: slice, deadline_s: float) -> Outcomes:
-            return link.contains(keys[part], deadline_s)
+            results = link.contains(keys[part], deadline_s)
+            if part.stop == len(keys):
+                self._tell_used(link, prefix)
+            return results
 
         return self._run(len(keys), one, timeout_s, lambda link: link.max_keys)
 
@@ -306,8 +318,16 @@ class Store:
                 break
         return results
 
-    def _put(self, link: StoreLink, keys: Keys, pages: PageMemory, depths: U32, deadline_s: float) -> Outcomes:
-        reserve = managed_pb2.Reserve(keys=keys.tobytes(), depths=depths.tobytes())
+    def _tell_used(self, link: StoreLink, prefix: Keys) -> None:
+        try:
+            link.used(prefix)
+        except LinkBroken as error:  # what was answered stays answered
+            self._connection.drop(str(error))
+
+    def _put(
+        self, link: StoreLink, keys: Keys, pages: PageMemory, depths: U32, prefix: bytes, deadline_s: float
+    ) -> Outcomes:
+        reserve = managed_pb2.Reserve(keys=keys.tobytes(), depths=depths.tobytes(), prefix=prefix)
         asked = managed_pb2.ToStore(reserve=reserve)
         reserved = body_of(link.ask(asked, deadline_s), "reserved").reserved
         results, frames = store_codec.outcomes_of(reserved.outcomes, len(keys)), frames_of(reserved.frames)

@@ -11,6 +11,7 @@ from cachekernels.pages import chain_keys
 from numpy.typing import ArrayLike, NDArray
 
 from cachesvc.identity import NO_SCOPE
+from cachesvc.node.ops import NO_KEYS
 
 Keys = NDArray[np.uint8]
 U32 = NDArray[np.uint32]
@@ -54,11 +55,19 @@ def page_keys(tokens: ArrayLike, page_tokens: int, *, scope: bytes = NO_SCOPE, p
     return chain_keys(KEY_NAMESPACE, scope, np.ascontiguousarray(numbers, np.uint32), page_tokens, previous)
 
 
-def check_keys(keys: Keys) -> None:
+def check_keys(keys: Keys, name: str = "keys") -> None:
     """uint8 [n, 32]."""
     expected = f"uint8 [n, {KEY_BYTES}]"
-    if not _is_array("keys", keys, expected) or keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
-        raise ValueError(f"keys: expected {expected}, got {_shown(keys)}")
+    if not _is_array(name, keys, expected) or keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != KEY_BYTES:
+        raise ValueError(f"{name}: expected {expected}, got {_shown(keys)}")
+
+
+def checked_prefix(prefix: Keys | None) -> Keys:
+    """uint8 [m, 32]; none is no key."""
+    if prefix is None:
+        return NO_KEYS
+    check_keys(prefix, "prefix")
+    return prefix
 
 
 def page_memory(

@@ -45,6 +45,7 @@ class StoreLink:
         self.max_pages = max(1, welcome.store.max_pages)
         self.max_keys = max(1, welcome.store.max_keys)
         self.max_held_pages = max(self.max_pages, welcome.store.max_held_pages)
+        self._takes_used = welcome.store.takes_used
         self.region = _slab(greeted, request)
         max_bytes = welcome.limits.max_message_bytes
         self._link = Link(greeted.sock, max_bytes, 2 * max_bytes)
@@ -113,6 +114,12 @@ class StoreLink:
         message.call = self._call
         if not self._link.post(to_frame(message)):
             raise LinkBroken(NOT_READ)
+
+    def used(self, prefix: Keys) -> None:
+        """Says that the first pages of a prompt [n, 32] are used here, if there are any and the node is one that can be
+        told. Waits for nothing. LinkBroken."""
+        if len(prefix) and self._takes_used:
+            self.tell(managed_pb2.ToStore(used=managed_pb2.Used(prefix=prefix[: self.max_keys].tobytes())))
 
     def leave(self, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         """Ends the session in good order: nothing of the slab is used any more. Without time left the node is told

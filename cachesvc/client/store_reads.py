@@ -19,11 +19,13 @@ U32 = NDArray[np.uint32]
 
 
 class Reads:
-    """Of `keys` uint8 [n, 32] at `depths` uint32 [n]. Slices are asked for in their order."""
+    """Of `keys` uint8 [n, 32] at `depths` uint32 [n], behind those of `prefix` [m, 32]. Slices are asked for in their
+    order."""
 
-    def __init__(self, keys: Keys, depths: U32) -> None:
+    def __init__(self, keys: Keys, depths: U32, prefix: Keys) -> None:
         self._keys = keys
         self._depths = depths
+        self._prefix = prefix
         self._goes_ahead = True
         self._ahead: tuple[StoreLink, int, managed_pb2.ToStore] | None = None  # and the page that it begins with
 
@@ -59,10 +61,17 @@ class Reads:
         return ahead[2] if ahead is not None and ahead[0] is link and ahead[1] == part.start else None
 
     def _begin(self, link: StoreLink, part: slice) -> managed_pb2.ToStore:
-        get = managed_pb2.Get(keys=self._keys[part].tobytes(), depths=self._depths[part].tobytes())
+        prefix = in_front(self._prefix, self._keys[: part.start], link.max_keys)
+        get = managed_pb2.Get(keys=self._keys[part].tobytes(), depths=self._depths[part].tobytes(), prefix=prefix)
         asked = managed_pb2.ToStore(get=get)
         link.begin(asked)
         return asked
+
+
+def in_front(prefix: Keys, keys: Keys, max_keys: int) -> bytes:
+    """The keys in front of a slice, packed: `prefix` [m, 32], then the `keys` [n, 32] of the slices before it. Of more
+    than the node takes, the first ones: without those a prompt's others are worth nothing."""
+    return prefix[:max_keys].tobytes() + keys[: max(0, max_keys - len(prefix))].tobytes()
 
 
 def _is_throttled(answer: managed_pb2.FromStore) -> bool:

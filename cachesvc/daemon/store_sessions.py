@@ -42,6 +42,7 @@ class StoreOpener(SessionOpener):
                 max_pages=session.max_pages,
                 max_keys=session.max_keys,
                 max_held_pages=session.max_held_pages,
+                takes_used=True,
             ),
         )
         return Opened(StoreHandler(self._node, session), welcome, (os.dup(region.data_fd), os.dup(region.directory_fd)))
@@ -60,6 +61,7 @@ class StoreHandler(SessionHandler):
             "get": self._get,
             "hold": self._hold,
             "release": self._release,
+            "used": self._used,
             "contains": self._contains,
             "delete": self._delete,
             "clear": self._clear,
@@ -110,7 +112,7 @@ class StoreHandler(SessionHandler):
     def lost(self) -> None:
         self._node.managed.lost(self._session)
 
-    # ---- verbs; each but `release` and `leave` has its answer among the events, most of them at once
+    # ---- verbs; each but `release`, `used` and `leave` has its answer among the events, most of them at once
 
     def _reserve(self, message: managed_pb2.ToStore, port: Port) -> None:
         self._session.reserve(message.call, *store_codec.pages_of(message.reserve))
@@ -131,6 +133,9 @@ class StoreHandler(SessionHandler):
 
     def _release(self, message: managed_pb2.ToStore, port: Port) -> None:
         self._session.release(message.release.found)
+
+    def _used(self, message: managed_pb2.ToStore, port: Port) -> None:
+        self._session.used(message.call, codec.keys_of(message.used.prefix))
 
     def _contains(self, message: managed_pb2.ToStore, port: Port) -> None:
         self._session.contains(message.call, codec.keys_of(message.contains.keys))

@@ -9,8 +9,8 @@ region's directory, which clients can write, is never asked who owns a frame.
       └──the last reference <────────  DOOMED (dropped while somebody held it)
 
 A reference (`hold`) blocks eviction: somebody reads the frame or is storing it. Order of eviction: least recently used
-first, of those used in one call the deepest page first. The order is computed for an eighth of the frames at a time
-and then consumed; a frame that was used, held or dropped meanwhile is passed over.
+first, of those used at one moment (`new_use`) the deepest page first. The order is computed for an eighth of the frames
+at a time and then consumed; a frame that was used, held or dropped meanwhile is passed over.
 
 NOTE: not thread-safe; the node's state lock is held.
 """
@@ -74,16 +74,20 @@ class FrameTable:
             frames = np.concatenate([frames, self._evict(count - from_stack)])
         return frames
 
-    def keep(self, frames: I32, depths: U32) -> None:
-        """WRITING frames hold pages now, at `depths` [n] of their prompts; they are the most recently used."""
+    def new_use(self) -> int:
+        """This moment, later than all before it. Frames of one prompt that several calls use belong to one."""
+        self._clock += 1
+        return self._clock
+
+    def keep(self, frames: I32, depths: U32, use: int) -> None:
+        """WRITING frames hold pages now, at `depths` [n] of their prompts, and were used at `use`."""
         self._state[frames] = FrameState.CACHED
         self._depth[frames] = depths
-        self.touch(frames)
+        self._last_use[frames] = use
 
-    def touch(self, frames: I32) -> None:
-        """Marks CACHED frames as used now."""
-        self._clock += 1
-        self._last_use[frames] = self._clock
+    def touch(self, frames: I32, use: int) -> None:
+        """Marks CACHED frames as used at `use`, where they were not used later."""
+        self._last_use[frames] = np.maximum(self._last_use[frames], use)
 
     def free(self, frames: I32) -> None:
         """WRITING or QUARANTINED frames that nobody writes any more."""

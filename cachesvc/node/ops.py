@@ -24,6 +24,8 @@ I32 = NDArray[np.int32]
 U32 = NDArray[np.uint32]
 Keys = NDArray[np.uint8]
 
+NO_KEYS: Keys = np.empty((0, 32), np.uint8)
+
 
 class OpState(Enum):
     """Where an op is. Only a RUNNING one has a worker on it."""
@@ -93,8 +95,11 @@ class PageOp(Op):
 
     Pages [0, answered) have their outcome, [answered, answered + running_pages) may be with a worker, [end_page, n)
     were cut off when the op was given up in mid-slice: those are answered at once, because nobody has touched them
-    and a slice may hang.
+    and a slice may hang. `prefix` [m, 32]: keys of pages in front of them in their prompt, from the first one on, as
+    far as they are given; nothing is moved of those.
     """
+
+    prefix: Keys = NO_KEYS
 
     def __init__(self, op_id: int, session: FrameSession, keys: Keys, frames: I32, depths: U32) -> None:
         super().__init__(op_id, session)
@@ -136,10 +141,10 @@ class PageOp(Op):
 
     def slice_is_over(self, num_pages: int) -> None:
         """After a slice of so many pages, without the lock. The pages of an op that has ended were used together, in
-        however many slices."""
-        if self.end is not None and num_pages < self.answered:
+        however many slices, and with those in front of them."""
+        if self.end is not None and (num_pages < self.answered or len(self.prefix)):
             had = self.keys[self._outcomes <= Outcome.EXISTS]
-            self.session.parts.tiers.used_together(object_ids(had))
+            self.session.parts.tiers.used_together(object_ids(np.concatenate([self.prefix, had])))
 
     def is_fatal(self, results: Outcomes) -> bool:
         """Whether these outcomes end the op: a page that is not had makes those behind it worthless."""

@@ -46,9 +46,12 @@ class FillWaiter(Protocol):
 class FillOp(PrefetchOp):
     """Brings pages of storage into frames of the slab, which were taken for it."""
 
-    def __init__(self, op_id: int, slab: Slab, keys: Keys, frames: I32, depths: U32, waiter: FillWaiter) -> None:
+    def __init__(
+        self, op_id: int, slab: Slab, keys: Keys, frames: I32, depths: U32, use: int, waiter: FillWaiter
+    ) -> None:
         super().__init__(op_id, slab, keys, frames, depths)
         self._slab = slab
+        self._use = use
         self._waiter = waiter
         self._words = first_words(keys)
         self._is_wanted = np.ones(len(keys), np.bool_)
@@ -67,7 +70,7 @@ class FillOp(PrefetchOp):
         results = np.where(self._is_wanted[pages] | (results != Outcome.OK), results, Outcome.MISS).astype(np.uint8)
         is_good = results == Outcome.OK
         frames = self.frames[pages]
-        self._slab.keep(self.keys[pages][is_good], frames[is_good], self.depths[pages][is_good])
+        self._slab.keep(self.keys[pages][is_good], frames[is_good], self.depths[pages][is_good], self._use)
         self._slab.give_back(frames[~is_good])
         self._waiter.filled(first, results)
 

@@ -25,13 +25,15 @@ from cachekernels.wires import StoreShortcut
 from numpy.typing import NDArray
 
 from cachesvc.identity import encode_value, is_tagged, store_tag, store_wrapping
+from cachesvc.node.counters import count_outcomes
 from cachesvc.node.frame_table import FrameState, FrameTable
 from cachesvc.node.hand_over import has_exited
 from cachesvc.node.ops import Op
 from cachesvc.node.parts import Parts
 from cachesvc.node.regions import SharedPages
 from cachesvc.node.sessions import NO_PEER, FrameSession
-from cachesvc.outcomes import OpEnd
+from cachesvc.outcomes import ManagedVerb, OpEnd
+from storage_backends.base import Outcome
 
 if TYPE_CHECKING:
     from cachesvc.node.slab_ops import FillOp, MediaOp, SweepOp
@@ -100,6 +102,17 @@ class Slab(FrameSession):
         frames[~self.table.is_cached(frames)] = -1
         return frames, generations
 
+    def use(self, prefix: Keys) -> int:
+        """The first pages of a prompt are used now, as far as they are here. Returns the moment, at which those behind
+        them are used, too."""
+        use = self.table.new_use()
+        if len(prefix):
+            frames, _ = self.find(prefix)
+            self.table.touch(frames[frames >= 0], use)
+            results = np.where(frames >= 0, Outcome.OK, Outcome.MISS).astype(np.uint8)
+            count_outcomes(self.parts.counters.managed_pages, results, ManagedVerb.USE)
+        return use
+
     def take(self, count: int) -> I32:
         """Up to `count` frames to be written: odd, and in no reader's sight."""
         evicted_before = self.table.num_evicted
@@ -109,12 +122,12 @@ class Slab(FrameSession):
         self.table.free(frames[~is_begun])
         return frames[is_begun]
 
-    def keep(self, keys: Keys, frames: I32, depths: U32) -> Bools:
-        """Written frames whose pages are to be found from now on. bool [n]: False where the slab has the page already;
-        such a frame is free again."""
+    def keep(self, keys: Keys, frames: I32, depths: U32, use: int) -> Bools:
+        """Written frames whose pages are to be found from now on, used at `use`. bool [n]: False where the slab has
+        the page already; such a frame is free again."""
         known, _ = self.find(keys)
         is_new = known < 0
-        self.table.keep(frames[is_new], depths[is_new])
+        self.table.keep(frames[is_new], depths[is_new], use)
         self.parts.counters.published.inc(self.parts.pages.publish(self.slot, frames[is_new]))
         self._hide(frames[~is_new])
         self.table.free(frames[~is_new])

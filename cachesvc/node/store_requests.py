@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cachesvc.identity import store_tag
 from cachesvc.node.events import EventSource
+from cachesvc.node.ops import NO_KEYS
 from cachesvc.node.slab_ops import DeleteOp, FillOp, ProbeOp, SweepOp
 from cachesvc.outcomes import ManagedVerb, OpEnd
 from storage_backends.base import Outcome, Outcomes, outcomes
@@ -102,11 +103,13 @@ class OneAnswer(EventSource[Answer]):
 
 
 class Grant:
-    """Frames that a client may write: n keys (the node's), frames, depths."""
+    """Frames that a client may write: n keys (the node's), frames, depths. `prefix`: keys of pages in front of them,
+    which are used with them, at `use`."""
 
-    def __init__(self, session: StoreSession, keys: Keys, frames: I32, depths: U32) -> None:
+    def __init__(self, session: StoreSession, keys: Keys, frames: I32, depths: U32, prefix: Keys, use: int) -> None:
         self.session = session
         self.keys, self.frames, self.depths = keys, frames, depths
+        self._prefix, self._use = prefix, use
 
     def give_up(self) -> None:
         """The client writes none of them any more."""
@@ -120,10 +123,10 @@ class Grant:
         is_good = written & (slab.region.snapshot(self.frames, self.keys) != 0)
         slab.give_back(self.frames[~is_good])
         good = np.flatnonzero(is_good)
-        is_new = slab.keep(self.keys[good], self.frames[good], self.depths[good])
+        is_new = slab.keep(self.keys[good], self.frames[good], self.depths[good], self._use)
         results[good] = np.where(is_new, Outcome.OK, Outcome.EXISTS)
         kept = good[is_new]
-        self.session.save(self.keys[kept], self.frames[kept], self.depths[kept])
+        self.session.save(self.keys[kept], self.frames[kept], self.depths[kept], self._prefix)
         return results
 
 
@@ -189,13 +192,16 @@ class Lookup:
 
 
 class Read(Lookup):
-    """Pages to be read by a client. Each frame found is held until the client gives the read back."""
+    """Pages to be read by a client. Each frame found is held until the client gives the read back. `prefix`: keys of
+    pages in front of them, which are used with them."""
 
     verb = ManagedVerb.GET
     fill: FillOp | None = None
 
-    def __init__(self, session: StoreSession, call: int, keys: Keys, depths: U32) -> None:
+    def __init__(self, session: StoreSession, call: int, keys: Keys, depths: U32, prefix: Keys = NO_KEYS) -> None:
         super().__init__(session, call, keys, depths)
+        self._prefix = prefix
+        self._use = session.slab.use(prefix)
         self.frames = np.full(len(keys), -1, np.int32)
         self.generations = np.zeros(len(keys), np.uint64)
         self._filled: NDArray[np.intp] = np.empty(0, np.intp)
@@ -208,7 +214,7 @@ class Read(Lookup):
 
     def start(self) -> None:
         self._hold(np.arange(len(self.keys)))
-        self.session.slab.table.touch(self.frames[self.frames >= 0])
+        self.session.slab.table.touch(self.frames[self.frames >= 0], self._use)
         self.look_below(np.flatnonzero(self.frames < 0))
 
     def below(self, rows: NDArray[np.intp]) -> None:
@@ -222,7 +228,8 @@ class Read(Lookup):
             return
         self._filled, self._num_filling = wanted[: len(frames)], len(frames)
         keys, depths = self.keys[self._filled], self.depths[self._filled]
-        self.fill = FillOp(self.session.next_op(), slab, keys, frames, depths, self)
+        self.fill = FillOp(self.session.next_op(), slab, keys, frames, depths, self._use, self)
+        self.fill.prefix = np.concatenate([self._prefix, self.keys[: wanted[0]]])
         slab.lend(frames)
         slab.submit(self.fill)
 
@@ -285,7 +292,7 @@ class Hold(Read):
         num_there = int(is_missing.argmax()) if is_missing.any() else len(is_missing)
         held = np.arange(min(num_there, self._max_pages))
         self._hold(held)
-        slab.table.touch(self.frames[held])
+        slab.table.touch(self.frames[held], self._use)
         self.outcomes[len(held) : num_there] = Outcome.THROTTLED
         self._end()
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from cachekernels.pages import object_ids
 from numpy.typing import NDArray
 
 from cachesvc.client.base import SessionClosed
@@ -18,6 +19,7 @@ from cachesvc.identity import store_keys
 from cachesvc.node.arguments import check_keys
 from cachesvc.node.counters import count_outcomes
 from cachesvc.node.events import EventQueue
+from cachesvc.node.ops import NO_KEYS
 from cachesvc.node.sessions import NO_PEER
 from cachesvc.node.slab_ops import SaveOp
 from cachesvc.node.slabs import Slab, Suspect
@@ -99,14 +101,20 @@ class StoreSession:
         self._deletions: dict[int, Deletion] = {}
         self._clearing: Clearing | None = None
 
-    def reserve(self, call: int, keys: Keys, depths: U32) -> None:
-        """Grants a frame for each page that is not there. Answer: Reserved; where it grants any, `commit` ends it."""
+    def reserve(self, call: int, keys: Keys, depths: U32, prefix: Keys = NO_KEYS) -> None:
+        """Grants a frame for each page that is not there. Answer: Reserved; where it grants any, `commit` ends it.
+        `prefix` [m, 32]: pages in front of them in their prompt, which are used with them."""
+        prefix = self._check_prefix(prefix)
         keys = self._check_pages(call, keys, depths)
         with self.slab.parts.state:
             reason = self._why_not(len(keys))
-            results, frames = self._grant(call, keys, depths) if reason is None else self._none(len(keys), reason)
+            if reason is None:
+                results, frames = self._grant(call, keys, depths, prefix)
+            else:
+                results, frames = self._none(len(keys), reason)
             self._count(ManagedVerb.PUT, results[results != Outcome.OK])
             self._tell(Reserved(call, results, frames))
+        self._use_in_tiers(prefix, keys)
 
     def commit(self, call: int, reserved: int, written: Bools) -> None:
         """Gives the frames of a call that was answered Reserved back, written or not. Answer: Committed."""
@@ -124,16 +132,19 @@ class StoreSession:
             self._count(ManagedVerb.PUT, results)
             self._tell(Committed(call, results))
 
-    def get(self, call: int, keys: Keys, depths: U32) -> None:
-        """Finds pages, bringing those of lower tiers in. Answer: Found; where it found any, `release` ends it."""
+    def get(self, call: int, keys: Keys, depths: U32, prefix: Keys = NO_KEYS) -> None:
+        """Finds pages, bringing those of lower tiers in. Answer: Found; where it found any, `release` ends it. `prefix`
+        as of `reserve`."""
+        prefix = self._check_prefix(prefix)
         keys = self._check_pages(call, keys, depths)
         with self.slab.parts.state:
             reason = self._why_not(len(keys))
             if reason is not None:
                 self._found_nothing(call, ManagedVerb.GET, len(keys), reason)
                 return
-            read = self._reads[call] = Read(self, call, keys, depths)
+            read = self._reads[call] = Read(self, call, keys, depths, prefix)
             read.start()
+        self._use_in_tiers(prefix, keys)
 
     def hold(self, call: int, keys: Keys) -> None:
         """Finds pages in memory alone, from the first key up to one that is not there. Answer: Found, at once; where it
@@ -146,6 +157,16 @@ class StoreSession:
                 return
             hold = self._reads[call] = Hold(self, call, keys, max_pages=self.max_held_pages - self._num_held())
             hold.start()
+
+    def used(self, call: int, prefix: Keys) -> None:
+        """The first pages of a prompt are used by a client that has them itself. No answer; pages that are not here are
+        passed over."""
+        prefix = self._check_prefix(prefix)
+        self._check_call(call)
+        with self.slab.parts.state:
+            if not self.slab.is_draining:
+                self.slab.use(prefix)
+        self._use_in_tiers(prefix, NO_KEYS)
 
     def release(self, found: int) -> None:
         """Gives back what a `get` or `hold` found, or gives it up before its answer. No answer. A call that holds
@@ -232,9 +253,9 @@ class StoreSession:
         """A number for an op of the slab."""
         return next(self._ids)
 
-    def save(self, keys: Keys, frames: I32, depths: U32) -> None:
-        """Queues pages that were put for the tiers, as far as the slab's lane has room: at most half of the frames
-        wait. The state lock is held."""
+    def save(self, keys: Keys, frames: I32, depths: U32, prefix: Keys) -> None:
+        """Queues pages that were put, behind those of `prefix`, for the tiers, as far as the slab's lane has room: at
+        most half of the frames wait. The state lock is held."""
         slab = self.slab
         if not len(frames) or not slab.parts.tiers.can_write:
             return
@@ -244,6 +265,7 @@ class StoreSession:
         slab.parts.counters.unsaved_pages.inc(len(frames) - accepted, Unsaved.QUEUE_FULL)
         if accepted:
             op = SaveOp(self.next_op(), slab, keys[:accepted], frames[:accepted], depths[:accepted])
+            op.prefix = prefix
             slab.ops[op.op_id] = op
             slab.lane.append(op)
 
@@ -267,9 +289,10 @@ class StoreSession:
     def _asked(self) -> list[Lookup]:
         return [*self._reads.values(), *self._lookups.values()]
 
-    def _grant(self, call: int, keys: Keys, depths: U32) -> tuple[Outcomes, I32]:
+    def _grant(self, call: int, keys: Keys, depths: U32, prefix: Keys) -> tuple[Outcomes, I32]:
+        use = self.slab.use(prefix)
         found, _ = self.slab.find(keys)
-        self.slab.table.touch(found[found >= 0])
+        self.slab.table.touch(found[found >= 0], use)
         results = outcomes(len(keys), Outcome.EXISTS)
         missing = distinct(keys, np.flatnonzero(found < 0))
         frames = self.slab.take(len(missing))
@@ -277,8 +300,16 @@ class StoreSession:
         results[missing] = Outcome.NO_SPACE
         results[granted] = Outcome.OK
         if len(frames):
-            self._grants[call] = Grant(self, keys[granted], frames, depths[granted])
+            in_front = np.concatenate([prefix, keys[: granted[0]]])
+            self._grants[call] = Grant(self, keys[granted], frames, depths[granted], in_front, use)
         return results, frames
+
+    def _use_in_tiers(self, prefix: Keys, keys: Keys) -> None:
+        """What memory serves is in use in the tiers, too, which have it for the time when memory has not. Without the
+        state lock."""
+        tiers = self.slab.parts.tiers
+        if not tiers.is_empty:
+            tiers.used_together(object_ids(np.concatenate([prefix, keys])))
 
     def _why_not(self, num_pages: int) -> Outcome | None:
         if self.slab.is_draining:
@@ -313,8 +344,18 @@ class StoreSession:
         if not 1 <= len(keys) <= limit:
             raise BadRequest(Reject.BAD_LENGTH, f"{len(keys)} keys in one call; expected 1 to {limit}")
         self._check_call(call)
+        return self._own_keys(keys)
+
+    def _own_keys(self, keys: Keys) -> Keys:
         request = self.request
         return store_keys(request.tenant, request.namespace, request.page_bytes, np.ascontiguousarray(keys))
+
+    def _check_prefix(self, prefix: Keys) -> Keys:
+        """The node's keys for them."""
+        check_keys(prefix)
+        if len(prefix) > self.max_keys:
+            raise BadRequest(Reject.BAD_LENGTH, f"a prefix of {len(prefix)} keys; expected at most {self.max_keys}")
+        return self._own_keys(prefix) if len(prefix) else prefix
 
     def _check_pages(self, call: int, keys: Keys, depths: U32) -> Keys:
         if depths.shape != (len(keys),):

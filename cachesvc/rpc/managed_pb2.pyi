@@ -23,19 +23,21 @@ class OpenStore(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., namespace: _Optional[str] = ..., page_bytes: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., previous_session_id: _Optional[int] = ..., previous_boot_id: _Optional[bytes] = ...) -> None: ...
 
 class StoreOpened(_message.Message):
-    __slots__ = ("num_frames", "max_pages", "max_keys", "max_held_pages")
+    __slots__ = ("num_frames", "max_pages", "max_keys", "max_held_pages", "takes_used")
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     MAX_PAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_KEYS_FIELD_NUMBER: _ClassVar[int]
     MAX_HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TAKES_USED_FIELD_NUMBER: _ClassVar[int]
     num_frames: int
     max_pages: int
     max_keys: int
     max_held_pages: int
-    def __init__(self, num_frames: _Optional[int] = ..., max_pages: _Optional[int] = ..., max_keys: _Optional[int] = ..., max_held_pages: _Optional[int] = ...) -> None: ...
+    takes_used: bool
+    def __init__(self, num_frames: _Optional[int] = ..., max_pages: _Optional[int] = ..., max_keys: _Optional[int] = ..., max_held_pages: _Optional[int] = ..., takes_used: bool = ...) -> None: ...
 
 class ToStore(_message.Message):
-    __slots__ = ("call", "reserve", "commit", "get", "release", "contains", "delete", "leave", "clear", "hold")
+    __slots__ = ("call", "reserve", "commit", "get", "release", "contains", "delete", "leave", "clear", "hold", "used")
     CALL_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +48,7 @@ class ToStore(_message.Message):
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     CLEAR_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
     call: int
     reserve: Reserve
     commit: Commit
@@ -56,15 +59,18 @@ class ToStore(_message.Message):
     leave: Leave
     clear: Clear
     hold: Hold
-    def __init__(self, call: _Optional[int] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., get: _Optional[_Union[Get, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., contains: _Optional[_Union[Contains, _Mapping]] = ..., delete: _Optional[_Union[Delete, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ...) -> None: ...
+    used: Used
+    def __init__(self, call: _Optional[int] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., get: _Optional[_Union[Get, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., contains: _Optional[_Union[Contains, _Mapping]] = ..., delete: _Optional[_Union[Delete, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ..., hold: _Optional[_Union[Hold, _Mapping]] = ..., used: _Optional[_Union[Used, _Mapping]] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("keys", "depths")
+    __slots__ = ("keys", "depths", "prefix")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
     depths: bytes
-    def __init__(self, keys: _Optional[bytes] = ..., depths: _Optional[bytes] = ...) -> None: ...
+    prefix: bytes
+    def __init__(self, keys: _Optional[bytes] = ..., depths: _Optional[bytes] = ..., prefix: _Optional[bytes] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("reserved", "written")
@@ -75,12 +81,14 @@ class Commit(_message.Message):
     def __init__(self, reserved: _Optional[int] = ..., written: _Optional[bytes] = ...) -> None: ...
 
 class Get(_message.Message):
-    __slots__ = ("keys", "depths")
+    __slots__ = ("keys", "depths", "prefix")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
     depths: bytes
-    def __init__(self, keys: _Optional[bytes] = ..., depths: _Optional[bytes] = ...) -> None: ...
+    prefix: bytes
+    def __init__(self, keys: _Optional[bytes] = ..., depths: _Optional[bytes] = ..., prefix: _Optional[bytes] = ...) -> None: ...
 
 class Hold(_message.Message):
     __slots__ = ("keys",)
@@ -99,6 +107,12 @@ class Contains(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     keys: bytes
     def __init__(self, keys: _Optional[bytes] = ...) -> None: ...
+
+class Used(_message.Message):
+    __slots__ = ("prefix",)
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    prefix: bytes
+    def __init__(self, prefix: _Optional[bytes] = ...) -> None: ...
 
 class Delete(_message.Message):
     __slots__ = ("keys",)

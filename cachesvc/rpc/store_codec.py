@@ -40,12 +40,12 @@ def open_request(message: managed_pb2.OpenStore, boot_id: bytes) -> StoreRequest
     return StoreRequest(message.tenant, message.namespace, message.page_bytes, message.memory_bytes, previous or None)
 
 
-def pages_of(message: managed_pb2.Reserve | managed_pb2.Get) -> tuple[Keys, U32]:
-    """keys [n, 32], depths [n]. BadMessage: not whole ones, or not of one length."""
+def pages_of(message: managed_pb2.Reserve | managed_pb2.Get) -> tuple[Keys, U32, Keys]:
+    """keys [n, 32], depths [n], prefix [m, 32]. BadMessage: not whole ones, or not of one length."""
     keys, depths = keys_of(message.keys), frames_of(message.depths).view(np.uint32)
     if len(keys) != len(depths):
         raise BadMessage(Reject.BAD_LENGTH, f"{len(keys)} keys and {len(depths)} depths do not belong together")
-    return keys, depths
+    return keys, depths, keys_of(message.prefix)
 
 
 def answer_message(answer: Answer) -> managed_pb2.FromStore:

@@ -13,8 +13,15 @@ from engine_plugin.sglang.config import parse_config
 STORAGE, MODULE = "CachesvcStorage", "engine_plugin.sglang.storage"
 LAYOUT = "page_first"
 """A page is two pieces of memory in it, one for K and one for V: the fewest that a layout offers."""
-LOADED_AS = {"backend_name": "cachesvc", "module_path": MODULE, "class_name": STORAGE, "interface_v1": 1}
-"""How SGLang loads a storage that is not its own. interface_v1: pages go straight from and to its host pool."""
+LOADED_AS = {
+    "backend_name": "cachesvc",
+    "module_path": MODULE,
+    "class_name": STORAGE,
+    "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
+}
+"""How SGLang loads a storage that is not its own. interface_v1: pages go straight from and to its host pool.
+hicache_storage_pass_prefix_keys: what SGLang has in its own memory counts as used in the node's, too."""
 
 
 def launch(wish: Wish) -> Launch:

@@ -20,7 +20,7 @@ from engine_plugin.sglang.config import StorageConfig
 from engine_plugin.sglang.gate import Deadline, Gate, StoreVerb
 from engine_plugin.sglang.hits import leading, lengths_of, longest, restorable
 from engine_plugin.sglang.nodes import RankNode
-from engine_plugin.sglang.pool_store import PoolStore
+from engine_plugin.sglang.pool_store import NOWHERE, Place, PoolStore
 from engine_plugin.sglang.rank_store import PoolPlan, RankStore
 from engine_plugin.sglang.stats import BatchStats, Taken, Way
 
@@ -86,21 +86,23 @@ class StorageCore:
         """The pool's pages cannot be kept."""
         self._pools.switch_off(pool, why)
 
-    def count_hits(self, hashes: Sequence[str]) -> int:
+    def count_hits(self, hashes: Sequence[str], place: Place = NOWHERE) -> int:
         """How many pages from the first on the anchor pool has in the node."""
-        return leading(self._there(KV, hashes, self.gate.deadline(StoreVerb.EXISTS)))
+        return leading(self._there(KV, hashes, self.gate.deadline(StoreVerb.EXISTS), place))
 
-    def query(self, hashes: Sequence[str], needs: Sequence[PoolNeed]) -> Hits:
+    def query(self, hashes: Sequence[str], needs: Sequence[PoolNeed], place: Place = NOWHERE) -> Hits:
         """Which prefixes can be restored in every pool. Each pool is asked for as many pages as the anchor has."""
         deadline = self.gate.deadline(StoreVerb.EXISTS)
         is_logical = self._pools.is_logical(KV)
-        kv_pages = len(hashes) if is_logical else leading(self._there(KV, hashes, deadline))
+        kv_pages = len(hashes) if is_logical else leading(self._there(KV, hashes, deadline, place))
         allowed = np.ones(kv_pages, np.bool_)
         per_pool = {KV: kv_pages}
         for need in needs:
             if not allowed.any():
                 break
-            of_pool = restorable(self._there(need.pool, hashes[:kv_pages], deadline), need.trailing)
+            of_prefix = place if need.trailing is None else NOWHERE
+            there = self._there(need.pool, hashes[:kv_pages], deadline, of_prefix)
+            of_pool = restorable(there, need.trailing)
             per_pool[need.pool] = longest(of_pool)
             allowed &= of_pool
         found = {pool: pages for pool, pages in per_pool.items() if pages}
@@ -112,14 +114,14 @@ class StorageCore:
         store = self._pools.pool(KV)
         return None if store is None else store.hold(hashes, self.gate.deadline(StoreVerb.EXISTS))
 
-    def get(self, pool: str, hashes: Sequence[str], slots: I64, first_page: int, deadline: Deadline) -> list[bool]:
+    def get(self, pool: str, hashes: Sequence[str], slots: I64, place: Place, deadline: Deadline) -> list[bool]:
         """Reads pages into a host pool's slots int64 [n * page_size]; a page that does not come is False and leaves the
-        others alone. first_page: position of the first in its prompt."""
-        return self._move(pool, hashes, Way.PREFETCH, lambda store: store.get(hashes, slots, first_page, deadline))
+        others alone."""
+        return self._move(pool, hashes, Way.PREFETCH, lambda store: store.get(hashes, slots, place, deadline))
 
-    def put(self, pool: str, hashes: Sequence[str], slots: I64, first_page: int, deadline: Deadline) -> list[bool]:
+    def put(self, pool: str, hashes: Sequence[str], slots: I64, place: Place, deadline: Deadline) -> list[bool]:
         """Keeps pages of a host pool. True: the node has the page."""
-        return self._move(pool, hashes, Way.BACKUP, lambda store: store.put(hashes, slots, first_page, deadline))
+        return self._move(pool, hashes, Way.BACKUP, lambda store: store.put(hashes, slots, place, deadline))
 
     def get_copies(self, hashes: Sequence[str], addresses: U64) -> list[bool]:
         """Reads pages of the anchor pool to addresses uint64 [n] outside of it."""
@@ -159,9 +161,9 @@ class StorageCore:
         self._pools.close()
         logger.info("pages by verb and outcome: %s", self.gate.counts())
 
-    def _there(self, pool: str, hashes: Sequence[str], deadline: Deadline) -> Bools:
+    def _there(self, pool: str, hashes: Sequence[str], deadline: Deadline, place: Place) -> Bools:
         store = self._pools.pool(pool)
-        return np.zeros(len(hashes), np.bool_) if store is None else store.exists(hashes, deadline)
+        return np.zeros(len(hashes), np.bool_) if store is None else store.exists(hashes, deadline, place)
 
     def _move(self, pool: str, hashes: Sequence[str], way: Way, move: Callable[[PoolStore], Bools]) -> list[bool]:
         if self._pools.is_logical(pool):

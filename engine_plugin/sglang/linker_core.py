@@ -28,6 +28,7 @@ from cachesvc.clock import Clock, SystemClock
 from engine_plugin.sglang.core import KV, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
 from engine_plugin.sglang.host_pages import HostPages, PageView
+from engine_plugin.sglang.pool_store import NOWHERE
 from storage_backends.base import Outcome
 
 logger = logging.getLogger(__name__)
@@ -278,7 +279,7 @@ class LinkerCore:
     def _run_offload(self, hashes: list[str], slots: I64, wait_ready: Callable[[], None]) -> bool:
         try:
             wait_ready()
-            return all(self._core.put(KV, hashes, slots, 0, self._core.gate.deadline(StoreVerb.PUT)))
+            return all(self._core.put(KV, hashes, slots, NOWHERE, self._core.gate.deadline(StoreVerb.PUT)))
         except Exception:  # whatever it is, SGLang waits for the answer
             logger.exception("an offload of %d pages failed", len(hashes))
             return False

@@ -27,6 +27,8 @@ Bools = NDArray[np.bool_]
 
 HASH_DIGITS = 64
 NEARLY_OVER_S = 1e-3
+MAX_PREFIX = 2048
+"""Pages of a prefix that are told to be in use; a node takes about as many in one call."""
 WORST_GOOD = np.uint8(Outcome.EXISTS)  # of an array's own kind: comparing it with an enumeration costs 25 µs in a query
 
 
@@ -52,6 +54,22 @@ class Shard:
     stores: Stores
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where pages stand in their prompt: `first_page` is the position of the first one. `prefix`: hashes of those in
+    front of it which are used with them, from the prompt's first page on."""
+
+    first_page: int = 0
+    prefix: Sequence[str] = ()
+
+    def prefix_keys(self) -> Keys:
+        """uint8 [m, 32]."""
+        return keys_of(self.prefix[:MAX_PREFIX])
+
+
+NOWHERE = Place()
+
+
 class PoolStore:
     """One pool of this rank. `shards`: at least one. Calls of one verb come from one thread at a time.
 
@@ -70,12 +88,12 @@ class PoolStore:
         """Whether the node was there at the last query."""
         return all(shard.stores.exists.is_connected for shard in self._shards)
 
-    def exists(self, hashes: Sequence[str], deadline: Deadline) -> Bools:
+    def exists(self, hashes: Sequence[str], deadline: Deadline, place: Place = NOWHERE) -> Bools:
         """Whether the page can be had now."""
-        keys = keys_of(hashes)
+        keys, prefix = keys_of(hashes), place.prefix_keys()
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
-            return shard.stores.exists.contains(keys, timeout_s=timeout_s)
+            return shard.stores.exists.contains(keys, prefix=prefix, timeout_s=timeout_s)
 
         return self._each(StoreVerb.EXISTS, len(keys), deadline, ask)
 
@@ -93,9 +111,9 @@ class PoolStore:
         self._gate.call(StoreVerb.EXISTS, len(keys), ask)
         return holds[0] if holds else None
 
-    def get(self, hashes: Sequence[str], slots: I64, first_page: int, deadline: Deadline) -> Bools:
+    def get(self, hashes: Sequence[str], slots: I64, place: Place, deadline: Deadline) -> Bools:
         """Copies pages into the pool. Slots of a page that did not come hold anything."""
-        keys = keys_of(hashes)
+        keys, prefix = keys_of(hashes), place.prefix_keys()
         self._check(len(keys), slots)
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
@@ -104,7 +122,8 @@ class PoolStore:
                 keys,
                 view.addresses,
                 segment_bytes=shard.pages.segment_bytes,
-                first_page=first_page,
+                first_page=place.first_page,
+                prefix=prefix,
                 timeout_s=timeout_s,
             )
             shard.pages.arrived(view, results == Outcome.OK)
@@ -112,9 +131,9 @@ class PoolStore:
 
         return self._each(StoreVerb.GET, len(keys), deadline, ask)
 
-    def put(self, hashes: Sequence[str], slots: I64, first_page: int, deadline: Deadline) -> Bools:
+    def put(self, hashes: Sequence[str], slots: I64, place: Place, deadline: Deadline) -> Bools:
         """Copies pages out of the pool. True: the node has the page."""
-        keys = keys_of(hashes)
+        keys, prefix = keys_of(hashes), place.prefix_keys()
         self._check(len(keys), slots)
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
@@ -123,7 +142,8 @@ class PoolStore:
                 keys,
                 view.addresses,
                 segment_bytes=shard.pages.segment_bytes,
-                first_page=first_page,
+                first_page=place.first_page,
+                prefix=prefix,
                 timeout_s=timeout_s,
             )
 

@@ -44,6 +44,7 @@ from engine_plugin.sglang.host_pages import (
 )
 from engine_plugin.sglang.identity import PoolIdentity
 from engine_plugin.sglang.metrics import PageSeries
+from engine_plugin.sglang.pool_store import NOWHERE, Place
 from engine_plugin.sglang.rank_store import PoolPlan
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class CachesvcStorage(HiCacheStorage):
         self._core = StorageCore(self._config, num_ranks, has_shared_pages=has_shared_pages)
         self._later: dict[str, Any] = {}
         self._is_complete = False
+        self._is_prefix_missed = False
 
     # ---- host pools
 
@@ -117,7 +119,7 @@ class CachesvcStorage(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._core.count_hits(keys)
+        return self._core.count_hits(keys, _place(extra_info))
 
     def batch_exists_v2(
         self,
@@ -125,7 +127,8 @@ class CachesvcStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        hits = self._core.query(keys, [_need_of(transfer) for transfer in pool_transfers or ()])
+        needs = [_need_of(transfer) for transfer in pool_transfers or ()]
+        hits = self._core.query(keys, needs, _place(extra_info))
         per_pool = {_pool_name(name): pages for name, pages in hits.per_pool.items()}
         return PoolTransferResult(hits.num_pages, per_pool, hits.lengths)
 
@@ -135,21 +138,26 @@ class CachesvcStorage(HiCacheStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         deadline = self._core.gate.deadline(StoreVerb.GET)
-        return self._core.get(KV, keys, slots_of(host_indices), _first_page(extra_info), deadline)
+        return self._core.get(KV, keys, slots_of(host_indices), _place(extra_info), deadline)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         deadline = self._core.gate.deadline(StoreVerb.PUT)
-        return self._core.put(KV, keys, slots_of(host_indices), _first_page(extra_info), deadline)
+        self._note_prefix(extra_info)
+        return self._core.put(KV, keys, slots_of(host_indices), _place(extra_info), deadline)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        deadline, first_page = self._core.gate.deadline(StoreVerb.GET), _first_page(extra_info)
+        deadline = self._core.gate.deadline(StoreVerb.GET)
         return {
             transfer.name: self._core.get(
-                str(transfer.name), transfer.keys or [], slots_of(transfer.host_indices), first_page, deadline
+                str(transfer.name),
+                transfer.keys or [],
+                slots_of(transfer.host_indices),
+                _place_of(transfer, extra_info),
+                deadline,
             )
             for transfer in transfers
         }
@@ -157,10 +165,14 @@ class CachesvcStorage(HiCacheStorage):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        deadline, first_page = self._core.gate.deadline(StoreVerb.PUT), _first_page(extra_info)
+        deadline = self._core.gate.deadline(StoreVerb.PUT)
         return {
             transfer.name: self._core.put(
-                str(transfer.name), transfer.keys or [], slots_of(transfer.host_indices), first_page, deadline
+                str(transfer.name),
+                transfer.keys or [],
+                slots_of(transfer.host_indices),
+                _place_of(transfer, extra_info),
+                deadline,
             )
             for transfer in transfers
         }
@@ -238,6 +250,17 @@ class CachesvcStorage(HiCacheStorage):
         own = {"tp_rank": ranks.tp_rank, "dp_rank": ranks.dp_rank, "pp_rank": ranks.pp_rank}
         labels = {**own, "attn_cp_rank": ranks.attn_cp_rank, **(get_observability().extra_metric_labels or {})}
         return PageSeries({name: str(value) for name, value in labels.items()})
+
+    def _note_prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
+        """Says once that SGLang keeps to itself which prefix is in use."""
+        if not self._is_prefix_missed and (extra_info is None or extra_info.prefix_keys is None):
+            self._is_prefix_missed = True
+            logger.warning(
+                "SGLang does not say which pages stand in front of those it stores: a prefix that stays in the engine "
+                "ages in the node before its end, and a prompt without its first page restores nothing. Add "
+                '"hicache_storage_pass_prefix_keys": true to %s',
+                WHERE,
+            )
 
     # ---- what a pool is
 
@@ -343,5 +366,13 @@ def _addresses(pages: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
     return np.array([page.data_ptr() for page in pages], np.uint64)
 
 
-def _first_page(extra_info: HiCacheStorageExtraInfo | None) -> int:
-    return len(extra_info.prefix_keys or ()) if extra_info is not None else 0
+def _place(extra_info: HiCacheStorageExtraInfo | None) -> Place:
+    """Behind which pages, as far as SGLang says it (`hicache_storage_pass_prefix_keys`)."""
+    prefix = extra_info.prefix_keys if extra_info is not None else None
+    return Place(len(prefix), prefix) if prefix else NOWHERE
+
+
+def _place_of(transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None) -> Place:
+    """Of a pool that needs a prompt's last pages alone, those in front of them are not in use."""
+    place = _place(extra_info)
+    return place if transfer.hit_policy == PoolHitPolicy.ALL_PAGES else Place(place.first_page)

@@ -7,6 +7,7 @@ import cachesvc
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
+from cachesvc.rpc import managed_pb2
 from storage_backends.base import Outcome
 from tests.helpers.resources import growth, resources
 from tests.helpers.store_user import check_conserved, row_addresses, some_keys
@@ -76,6 +77,61 @@ def test_a_call_of_more_pages_than_the_slab_has(store):
     assert set(results.tolist()) == {OK}
     assert got(store, np.arange(len(KEYS))[-8:]) == [OK] * 8
     assert set(got(store, np.arange(len(KEYS)))) <= {OK, MISS}
+
+
+def stored_pages(store, which, **where):
+    """Pages of `which` that are put, all of them."""
+    results = store.put(KEYS[which], PAGES[which], **where)
+    assert (results <= EXISTS).all()
+
+
+@pytest.mark.parametrize("tiers", ["memory only"], indirect=True)
+@pytest.mark.parametrize("how", ["put", "get", "contains"])
+def test_a_prefix_counts_as_used_with_the_pages_behind_it(store, how):
+    stored_pages(store, np.arange(20))
+    stored_pages(store, np.arange(20, 64))
+    behind = np.arange(20, 22)
+    match how:
+        case "put":
+            stored_pages(store, behind, prefix=KEYS[:20], first_page=20)
+        case "get":
+            assert (store.get(KEYS[behind], np.empty_like(PAGES[behind]), prefix=KEYS[:20], first_page=20) == OK).all()
+        case "contains":
+            assert (store.contains(KEYS[behind], prefix=KEYS[:20]) == OK).all()
+    stored_pages(store, np.arange(100, 142))
+    assert (store.hold(KEYS[:20]).outcomes == OK).all()
+
+
+@pytest.mark.parametrize("tiers", ["memory only"], indirect=True)
+@pytest.mark.parametrize("how", ["put", "get"])
+def test_of_one_call_the_deepest_pages_leave_first_in_however_many_slices(store, how):
+    stored_pages(store, np.arange(64))
+    if how == "get":
+        assert got(store, np.arange(64)) == [OK] * 64
+    stored_pages(store, np.arange(100, 110))
+    assert store.contains(KEYS[:64]).tolist() == [OK] * 54 + [MISS] * 10
+
+
+def test_a_prefix_may_be_longer_than_the_node_takes(store):
+    stored_pages(store, np.arange(4))
+    assert (store.put(KEYS[4:5], PAGES[4:5], prefix=some_keys(5000, seed=7)) == OK).all()
+    assert (store.contains(KEYS[:5], prefix=some_keys(5000, seed=7)) == OK).all()
+    assert got(store, np.arange(5)) == [OK] * 5
+
+
+def test_an_older_node_is_not_told_of_what_it_does_not_know(door, node, monkeypatch):
+    opened_now = managed_pb2.StoreOpened
+    monkeypatch.setattr(managed_pb2, "StoreOpened", lambda takes_used, **said: opened_now(**said))
+    with opened(door) as store:
+        stored_pages(store, np.arange(4))
+        assert (store.contains(KEYS[:4], prefix=KEYS[:2]) == OK).all()
+        assert (store.contains(KEYS[:4]) == OK).all()
+    assert node.counters.managed_pages.value("use", "ok") == 0
+
+
+def test_a_prefix_that_is_none_is_refused(store):
+    with pytest.raises(ValueError, match=r"prefix: expected uint8 \[n, 32\], got"):
+        store.put(KEYS[:1], PAGES[:1], prefix=KEYS[0])
 
 
 def test_a_get_gives_back_what_it_held(store, door):

@@ -16,6 +16,7 @@ from engine_plugin.sglang.config import StorageConfig
 from engine_plugin.sglang.core import KV, PoolNeed, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
 from engine_plugin.sglang.host_pages import pages_of, split_pages
+from engine_plugin.sglang.pool_store import NOWHERE
 from engine_plugin.sglang.rank_store import PoolPlan
 from tests.helpers.channels import RunningDoor
 from tests.helpers.node_process import NodeProcess
@@ -47,11 +48,11 @@ def opened(path, *pools, **config):
 
 
 def put(core, names, pages, pool=KV):
-    return core.put(pool, names, slots_of(*pages), 0, core.gate.deadline(StoreVerb.PUT))
+    return core.put(pool, names, slots_of(*pages), NOWHERE, core.gate.deadline(StoreVerb.PUT))
 
 
 def get(core, names, pages, pool=KV):
-    return core.get(pool, names, slots_of(*pages), 0, core.gate.deadline(StoreVerb.GET))
+    return core.get(pool, names, slots_of(*pages), NOWHERE, core.gate.deadline(StoreVerb.GET))
 
 
 def contents(pool, pages):
@@ -193,8 +194,8 @@ def test_clear_leaves_other_engines_pages(door, node):
 def test_slots_that_do_not_fit_are_pages_that_are_not_there(door, slots):
     core = opened(door.path, MhaPool())
     deadline = core.gate.deadline(StoreVerb.PUT)
-    assert core.put(KV, hashes(2), slots, 0, deadline) == [False] * 2
-    assert core.get(KV, hashes(2), slots, 0, deadline) == [False] * 2
+    assert core.put(KV, hashes(2), slots, NOWHERE, deadline) == [False] * 2
+    assert core.get(KV, hashes(2), slots, NOWHERE, deadline) == [False] * 2
     assert put(core, hashes(2), [1, 2]) == [True] * 2
     core.close()
 

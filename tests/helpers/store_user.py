@@ -7,6 +7,7 @@ from cachekernels.region import Region, Side
 from cachekernels.wires import Exchange, Wire
 
 from cachesvc.identity import store_keys
+from cachesvc.node.ops import NO_KEYS
 from cachesvc.node.sessions import NO_PEER
 from cachesvc.node.store_requests import Committed, Deleted, Found, Held, Reserved
 from cachesvc.node.store_sessions import StoreRequest
@@ -73,8 +74,8 @@ class StoreUser:
             assert self.node.run_one(), f"call {call} is never answered"
         return answer
 
-    def reserve(self, keys):
-        call = self.ask("reserve", keys, positions(len(keys)))
+    def reserve(self, keys, prefix=NO_KEYS):
+        call = self.ask("reserve", keys, positions(len(keys)) + np.uint32(len(prefix)), prefix)
         answer = self.answer(call)
         assert isinstance(answer, Reserved)
         return answer
@@ -92,17 +93,17 @@ class StoreUser:
         assert isinstance(answer, Committed)
         return answer.outcomes
 
-    def put(self, keys):
+    def put(self, keys, prefix=NO_KEYS):
         """Outcomes by page."""
-        reserved = self.reserve(keys)
+        reserved = self.reserve(keys, prefix)
         results = reserved.outcomes.copy()
         if len(reserved.frames):
             self.write(keys[results == Outcome.OK], reserved.frames)
             results[results == Outcome.OK] = self.commit(reserved)
         return results.tolist()
 
-    def find(self, keys):
-        answer = self.answered(self.ask("get", keys, positions(len(keys))))
+    def find(self, keys, prefix=NO_KEYS):
+        answer = self.answered(self.ask("get", keys, positions(len(keys)) + np.uint32(len(prefix)), prefix))
         assert isinstance(answer, Found)
         assert len(answer.frames) == np.count_nonzero(answer.outcomes == Outcome.OK)
         return answer
@@ -117,9 +118,9 @@ class StoreUser:
         out = np.zeros((len(found.frames), self.request.page_bytes), np.uint8)
         return out, self.region.read(found.frames, found.generations, row_addresses(out))
 
-    def get(self, keys):
+    def get(self, keys, prefix=NO_KEYS):
         """Outcomes by page; the bytes are checked."""
-        found = self.find(keys)
+        found = self.find(keys, prefix)
         if len(found.frames):
             pages, is_stable = self.read(found)
             assert is_stable.all()

@@ -33,6 +33,7 @@ def test_the_line_loads_our_storage_below_hicache(capsys: pytest.CaptureFixture[
         "module_path": "engine_plugin.sglang.storage",
         "class_name": "CachesvcStorage",
         "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
         "address": "auto",
     }
     assert (line["engine"], line["options"], line["environment"]) == ("sglang", {"address": "auto"}, {})

@@ -9,7 +9,7 @@ from tests.oracles.pages import indices
 
 def kept(table, count, first_depth=0):
     frames = table.take(count)
-    table.keep(frames, np.arange(first_depth, first_depth + count, dtype=np.uint32))
+    table.keep(frames, np.arange(first_depth, first_depth + count, dtype=np.uint32), table.new_use())
     return frames
 
 
@@ -57,7 +57,7 @@ def test_a_frame_held_twice_is_released_twice(table):
 def test_a_frame_used_since_the_order_was_made_stays(table):
     frames = kept(table, 8)
     table.take(1)
-    table.touch(frames[5:7])
+    table.touch(frames[5:7], table.new_use())
     assert table.take(2).tolist() == frames[[4, 3]].tolist()
 
 
@@ -75,6 +75,25 @@ def test_older_batches_leave_first_and_of_one_batch_the_deepest():
     left = [table.take(count) for count in (1, 7, 13, 30, 49)]
     assert np.concatenate(left).tolist() == expected.tolist()
     table.check()
+
+
+def test_of_frames_used_at_one_moment_the_deepest_leaves_first_whoever_was_kept_first(table):
+    head, other = kept(table, 2), kept(table, 2)
+    use = table.new_use()
+    table.touch(head, use)
+    tail = table.take(2)
+    later = kept(table, 2)
+    table.keep(tail, np.arange(2, 4, dtype=np.uint32), use)
+    expected = [*other[::-1], *tail[::-1], *head[::-1], *later[::-1]]
+    assert table.take(8).tolist() == expected
+
+
+def test_an_older_use_that_ends_late_makes_no_frame_older(table):
+    frames = kept(table, 8)
+    use = table.new_use()
+    table.touch(frames[7:], table.new_use())
+    table.touch(frames, use)
+    assert table.take(8).tolist() == [*frames[6::-1], frames[7]]
 
 
 def test_a_dropped_frame_is_free_when_nobody_holds_it(table):

@@ -43,6 +43,7 @@ def messages():
         "delete": managed_pb2.Delete(keys=KEYS.tobytes()),
         "leave": managed_pb2.Leave(),
         "clear": managed_pb2.Clear(),
+        "used": managed_pb2.Used(prefix=KEYS.tobytes()),
     }
     return {
         "hello": channel_pb2.Hello(open_store=store_codec.open_message(REQUEST, bytes(range(16)))),
@@ -64,9 +65,11 @@ def test_a_request_comes_back():
 
 
 def test_pages_and_what_was_found_come_back():
-    keys, depths = store_codec.pages_of(messages()["get"].get)
+    keys, depths, prefix = store_codec.pages_of(messages()["get"].get)
     assert (keys == KEYS).all()
     assert depths.tolist() == DEPTHS.tolist()
+    assert len(prefix) == 0, "an older client names none"
+    assert (store_codec.pages_of(managed_pb2.Reserve(prefix=KEYS.tobytes()))[2] == KEYS).all()
     found = messages()["found"].found
     assert store_codec.outcomes_of(found.outcomes, 2).tolist() == OUTCOMES.tolist()
     assert frames_of(found.frames).tolist() == FRAMES.tolist()

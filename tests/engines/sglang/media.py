@@ -13,6 +13,7 @@ PLUGIN = {
     "module_path": "engine_plugin.sglang.storage",
     "class_name": "CachesvcStorage",
     "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
 }
 REVISION = "tests-1"
 MEMORY_GIB = 2**-6

@@ -238,7 +238,7 @@ class CacheRig:
             last,
             array("q", tokens[known:]),
             cache.get_last_hash_value(last),
-            None,
+            cache.get_prefix_hash_values(last) if cache.hicache_storage_pass_prefix_keys else None,
             list(tokens[:known]),
             **scope,
         )
