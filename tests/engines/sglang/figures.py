@@ -8,6 +8,7 @@ the node's memory and from the page cache. `bypassed`: until it rests on the dis
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import sys
@@ -294,4 +295,5 @@ def exists_1600(run: Run) -> Measurement:
 
 
 if __name__ == "__main__":
+    importlib.import_module("tests.engines.sglang.figures_server")
     raise SystemExit(report(sys.argv[1:]))

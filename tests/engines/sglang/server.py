@@ -6,6 +6,7 @@ import json
 import os
 import random
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from tests.engines.sglang.processes import HANG_S
+from tests.engines.sglang.processes import COMMAND, HANG_S, Daemon
 from tests.engines.sglang.rig import Storage
 from tests.helpers.process import ServingProcess
 
@@ -34,6 +35,16 @@ ON_A_CPU = (
     *("--page-size", "64", "--dtype", "float32", "--enable-cache-report", "--admin-api-key", ADMIN_KEY),
 )
 START_S = 900.0
+
+
+def launch_flags(daemon: Daemon, host_gib: float) -> list[str]:
+    """What `cachesvc flags sglang` says comes after the model, for `host_gib` of the daemon's memory. For tests L2 is
+    so large that nothing leaves it, and a request waits for all that L3 has."""
+    command = [*COMMAND, "flags", "sglang", "--address", daemon.address, "--host-memory", str(host_gib), "--json"]
+    printed = subprocess.run(command, cwd=daemon.folder, capture_output=True, text=True, check=True, timeout=HANG_S)
+    line: list[str] = json.loads(printed.stdout)["argv"]
+    assert line[:4] == ["sglang", "serve", "--model-path", "MODEL"]
+    return [*line[4:], "--hicache-ratio", "4", "--hicache-storage-prefetch-policy", "wait_complete"]
 
 
 class Answer(NamedTuple):
@@ -86,6 +97,7 @@ class Server(ServingProcess):
                 if line.startswith("data:") and "[DONE]" not in line:
                     first_s = first_s or time.perf_counter() - begun_s
                     last = json.loads(line.removeprefix("data:"))
+        assert len(last["output_ids"]) == new_tokens, last
         found = last["meta_info"].get("cached_tokens_details") or {"device": 0, "host": 0, "storage": 0}
         return Answer(last["output_ids"], first_s, found["device"], found["host"], found["storage"])
 

@@ -6,16 +6,14 @@ was restarted. SGLang's own `file` backend is attached and detached at runtime i
 
 from __future__ import annotations
 
-import json
-import subprocess
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.engines.sglang import media
 from tests.engines.sglang.plugin.sglang_on_cpu import REPORT
-from tests.engines.sglang.processes import COMMAND, HANG_S, Daemon
-from tests.engines.sglang.server import Answer, Server, prompt
+from tests.engines.sglang.processes import Daemon
+from tests.engines.sglang.server import Answer, Server, launch_flags, prompt
 from tests.engines.sglang.tiny_qwen3 import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
@@ -37,16 +35,6 @@ class Story:
     metrics: str = ""
 
 
-def launch_flags(daemon: Daemon) -> list[str]:
-    """What `cachesvc flags sglang` says comes after the model. For tests L2 is so large that nothing leaves it, and a
-    request waits for all that L3 has."""
-    command = [*COMMAND, "flags", "sglang", "--address", daemon.address, "--host-memory", "0.125", "--json"]
-    printed = subprocess.run(command, cwd=daemon.folder, capture_output=True, text=True, check=True, timeout=HANG_S)
-    line: list[str] = json.loads(printed.stdout)["argv"]
-    assert line[:4] == ["sglang", "serve", "--model-path", "MODEL"]
-    return [*line[4:], "--hicache-ratio", "4", "--hicache-storage-prefetch-policy", "wait_complete"]
-
-
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("server")
@@ -55,7 +43,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     story = Story()
     answers = story.answers
     with Daemon() as daemon:
-        ours = launch_flags(daemon)
+        ours = launch_flags(daemon, host_gib=0.125)
         with Server(model, ours) as first:
             answers["cold"] = first.ask(OURS)
             answers["device"] = first.ask(OURS)

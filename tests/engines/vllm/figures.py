@@ -19,8 +19,9 @@ from pathlib import Path
 
 from bench.__main__ import report
 from bench.harness import Measurement, Run, figure
+from tests.engines.models import SMOLLM2, text_tokens
 from tests.engines.vllm import settings
-from tests.engines.vllm.prompts import random_tokens, text_tokens
+from tests.engines.vllm.prompts import random_tokens
 from tests.engines.vllm.server import VllmServer
 from tests.engines.vllm.stepped import SteppedEngine
 from tests.helpers.daemon import DaemonProcess, Home
@@ -47,7 +48,7 @@ def server(place: Home, options: dict[str, object] | None) -> VllmServer:
     return VllmServer(
         place,
         None if options is None else {"host_size_gib": HOST_GIB, **options},
-        settings.SMOLLM2,
+        SMOLLM2,
         flags=("--block-size", "64"),
         dtype=DTYPE,
         kv_bytes=KV_BYTES,

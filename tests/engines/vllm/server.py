@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.engines.models import MODELS
 from tests.engines.vllm import settings
 from tests.engines.vllm.answers import Answer
 from tests.helpers.daemon import Home
@@ -47,7 +48,7 @@ class VllmServer(ServingProcess):
         self.socket = Path(self._folder.name) / "http.sock"
         config = None if options is None else configure(options)
         command = [
-            *(sys.executable, "-m", "tests.engines.vllm.serve", "serve", str(settings.MODELS / model)),
+            *(sys.executable, "-m", "tests.engines.vllm.serve", "serve", str(MODELS / model)),
             *("--served-model-name", MODEL, "--uds", str(self.socket), "--dtype", dtype),
             *("--block-size", str(settings.BLOCK_SIZE)),
             *(FIRST_FORWARD if kv_bytes is None else ("--enforce-eager", "--kv-cache-memory-bytes", str(kv_bytes))),

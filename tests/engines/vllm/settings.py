@@ -8,8 +8,6 @@ from typing import Any
 
 from engine_plugin.flags.vllm import transfer_config
 
-MODELS = Path(sys.prefix).parent / "models"
-SMOLLM2 = "smollm2-135m"
 TINY, OTHER_TINY = "tiny-llama-1", "tiny-llama-2"
 BLOCK_SIZE = 32
 TINY_VOCAB = 256

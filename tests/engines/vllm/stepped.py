@@ -22,6 +22,7 @@ from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+from tests.engines.models import MODELS
 from tests.engines.vllm.answers import Answer
 
 __all__ = ["LoRARequest", "SteppedEngine"]
@@ -58,7 +59,7 @@ class SteppedEngine:
             "kv_transfer_config": transfer,
             **named,
         }
-        self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(settings.MODELS / model), **arguments))
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(MODELS / model), **arguments))
         self._core: Any = self._engine.engine_core
         self._answers: dict[str, list[Answer]] = {}
         self._next_id = 0

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.engines.models import MODELS
 from tests.engines.vllm.adapters import write_adapter
 from tests.engines.vllm.answers import FP32_TOLERANCE, assert_same
 from tests.engines.vllm.conftest import on
 from tests.engines.vllm.prompts import random_tokens
-from tests.engines.vllm.settings import MODELS, OTHER_TINY, TINY
+from tests.engines.vllm.settings import OTHER_TINY, TINY
 from tests.engines.vllm.stepped import LoRARequest, SteppedEngine
 from tests.engines.vllm.watch import Watch
 from tests.helpers.daemon import DaemonProcess, Home
