@@ -290,22 +290,22 @@ class Store:
         slice_size: Callable[[StoreLink], int],
         give_up: Callable[[StoreLink], None] | None,
     ) -> Outcomes:
-        results = outcomes(count, Outcome.UNAVAILABLE)
-        first = 0
+        results: list[Outcomes] = []
+        first, why = 0, Outcome.UNAVAILABLE
         while first < count:
             link = self._connection.ready(deadline_s)
             if link is None:
                 break
             part = slice(first, min(count, first + slice_size(link)))
             try:
-                results[part] = one(link, part, deadline_s)
+                results.append(one(link, part, deadline_s))
                 first = part.stop
                 is_late = first < count and time.monotonic() >= deadline_s  # by copying: the node owes nothing
                 if is_late and give_up is not None:
                     give_up(link)
             except NodeSilent:
                 self._connection.drop("it did not answer in time")
-                results[first:] = Outcome.TIMEOUT
+                why = Outcome.TIMEOUT
                 break
             except (LinkBroken, BadMessage, RegionError) as error:
                 self._connection.drop(str(error))
@@ -314,9 +314,11 @@ class Store:
                 self._connection.drop("the call was interrupted")  # what it holds can only be given back like this
                 raise
             if is_late:
-                results[first:] = Outcome.TIMEOUT
+                why = Outcome.TIMEOUT
                 break
-        return results
+        if first < count or not count:
+            results.append(outcomes(count - first, why))
+        return results[0] if len(results) == 1 else np.concatenate(results)
 
     def _tell_used(self, link: StoreLink, prefix: Keys) -> None:
         try:

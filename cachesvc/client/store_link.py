@@ -75,7 +75,7 @@ class StoreLink:
         call, left_s = self._call, max(0.0, deadline_s - time.monotonic())
         said, results = self._link.contains(call, np.ascontiguousarray(keys), left_s)
         if said >= 0:
-            return store_codec.known_outcomes(results)
+            return results
         if said == Wire.UNASKED:
             raise LinkBroken(NOT_READ)
         self._answers[call] = None

@@ -111,5 +111,6 @@ class Desk:
         num_pages = self.exchange.take_num_pages()
         if num_pages.looked_up:
             self.counters.lookup_pages.inc(num_pages.looked_up, "region")
-        if num_pages.contained:
-            self.counters.managed_pages.inc(num_pages.contained, ManagedVerb.CONTAINS, OUTCOMES[Outcome.OK])
+        for count, outcome in ((num_pages.contained, Outcome.OK), (num_pages.missing, Outcome.MISS)):
+            if count:
+                self.counters.managed_pages.inc(count, ManagedVerb.CONTAINS, OUTCOMES[outcome])

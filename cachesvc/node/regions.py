@@ -59,9 +59,9 @@ class SharedPages:
         """A new one: for lookups of pages that are in frames of others than `slot`."""
         return LookupShortcut(self._index, slot)
 
-    def slab_pages(self, slot: int, states: NDArray[np.uint8], cached: int) -> SlabPages:
+    def slab_pages(self, slot: int, states: NDArray[np.uint8], cached: int, *, are_all: bool) -> SlabPages:
         """A new one, over the frames of `slot`; see there."""
-        return SlabPages(self._index, slot, states, cached)
+        return SlabPages(self._index, slot, states, cached, are_all=are_all)
 
     def find(self, slot: int, keys: Keys) -> tuple[I32, U64]:
         """Where each of `keys` [n] is in the region of `slot`: frames [n], -1 where the first place is not in it, and

@@ -76,7 +76,9 @@ class Slab(FrameSession):
         self.events.close()  # its ops tell the requests that wait for them
         self.tenant = tenant
         self.table = FrameTable(region.num_frames)
-        self._pages = self.parts.pages.slab_pages(self.slot, self.table.states, FrameState.CACHED)
+        self._pages = self.parts.pages.slab_pages(
+            self.slot, self.table.states, FrameState.CACHED, are_all=parts.tiers.is_empty
+        )
         self.num_clients = 0
         self.suspects: list[Suspect] = []
         self.fills: set[FillOp] = set()
@@ -87,7 +89,8 @@ class Slab(FrameSession):
         return self.region.num_frames * self.region.stride_bytes
 
     def shortcut(self, namespace: str, max_keys: int) -> StoreShortcut:
-        """A new one, for a client of this namespace: says of pages that all are there where `find` would say so."""
+        """A new one, for a client of this namespace: says of pages that all are there where `find` would say so, and
+        without tiers also which are not."""
         wrapping = store_wrapping(self.tenant, namespace, self.region.frame_bytes)
         tag = store_tag(self.tenant, namespace, self.region.frame_bytes)
         return StoreShortcut(self._pages, *wrapping, tag.tobytes(), max_keys)

@@ -177,13 +177,13 @@ class StoreSession:
                 read.give_up()
 
     def contains(self, call: int, keys: Keys) -> None:
-        """Which pages can be had. Takes nothing. Answer: Held; of pages that are all in memory it may come from
-        `shortcut` instead."""
+        """Which pages can be had. Takes nothing. Answer: Held; it may come from `shortcut` instead, where memory alone
+        tells."""
         keys = self._check_keys(call, keys, self.max_keys)
         with self.slab.parts.state:
             reason = self._why_not(0)
-            if reason is Outcome.THROTTLED and (self.slab.find(keys)[0] >= 0).all():
-                reason = None  # memory's own answer takes nothing, and `shortcut` gives it at any time
+            if reason is Outcome.THROTTLED and self._can_memory_tell(keys):
+                reason = None  # its answer takes nothing, and `shortcut` gives it at any time
             if reason is not None:
                 self.answered(call, ManagedVerb.CONTAINS, Held(call, outcomes(len(keys), reason)))
                 return
@@ -318,6 +318,10 @@ class StoreSession:
         has_too_many = num_requests >= self.slab.parts.options.max_ops
         is_over = has_too_many or self._num_held() + num_pages > self.max_held_pages
         return Outcome.THROTTLED if is_over else None
+
+    def _can_memory_tell(self, keys: Keys) -> bool:
+        """Whether no tier has to be asked which of `keys` are there."""
+        return self.slab.parts.tiers.is_empty or bool((self.slab.find(keys)[0] >= 0).all())
 
     def _num_held(self) -> int:
         """Frames that cannot be used for anything else because of this client."""

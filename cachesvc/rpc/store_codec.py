@@ -15,7 +15,7 @@ from storage_backends.base import Outcome, Outcomes
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 
-LAST_OUTCOME = max(Outcome)
+LAST_OUTCOME = np.uint8(max(Outcome))
 MAX_BYTES = 1 << 50  # of a page or a slab; more cannot be meant
 
 

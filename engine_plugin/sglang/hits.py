@@ -10,7 +10,10 @@ Bools = NDArray[np.bool_]
 
 def leading(is_there: Bools) -> int:
     """How many pages from the first on are there."""
-    return len(is_there) if is_there.all() else int(is_there.argmin())
+    if not len(is_there):
+        return 0
+    first = int(is_there.argmin())
+    return len(is_there) if is_there[first] else first
 
 
 def restorable(is_there: Bools, trailing: int | None) -> Bools:
@@ -37,4 +40,5 @@ def longest(is_restorable: Bools) -> int:
 
 def lengths_of(is_restorable: Bools) -> list[int]:
     """Every length in pages that can be restored, ascending."""
-    return [int(index) + 1 for index in np.flatnonzero(is_restorable)]
+    lengths: list[int] = (np.flatnonzero(is_restorable) + 1).tolist()
+    return lengths

@@ -6,12 +6,12 @@ cut for ranks of another number (`Shard`) is several objects; it is there when a
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
+from cachekernels.pages import hashes_from_hex
 from numpy.typing import NDArray
 
 from cachesvc.client.store import Store
@@ -25,7 +25,6 @@ U64 = NDArray[np.uint64]
 Keys = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
-HASH_DIGITS = 64
 NEARLY_OVER_S = 1e-3
 MAX_PREFIX = 2048
 """Pages of a prefix that are told to be in use; a node takes about as many in one call."""
@@ -64,7 +63,7 @@ class Place:
 
     def prefix_keys(self) -> Keys:
         """uint8 [m, 32]."""
-        return keys_of(self.prefix[:MAX_PREFIX])
+        return hashes_from_hex(self.prefix[:MAX_PREFIX])
 
 
 NOWHERE = Place()
@@ -90,7 +89,7 @@ class PoolStore:
 
     def exists(self, hashes: Sequence[str], deadline: Deadline, place: Place = NOWHERE) -> Bools:
         """Whether the page can be had now."""
-        keys, prefix = keys_of(hashes), place.prefix_keys()
+        keys, prefix = hashes_from_hex(hashes), place.prefix_keys()
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
             return shard.stores.exists.contains(keys, prefix=prefix, timeout_s=timeout_s)
@@ -100,7 +99,7 @@ class PoolStore:
     def hold(self, hashes: Sequence[str], deadline: Deadline) -> PageHold | None:
         """Keeps the first pages, as far as the node's memory has them, until they are released. None: the node was not
         asked. Of a pool whose pages are whole: one shard."""
-        keys = keys_of(hashes)
+        keys = hashes_from_hex(hashes)
         (shard,) = self._shards
         holds: list[PageHold] = []
 
@@ -113,7 +112,7 @@ class PoolStore:
 
     def get(self, hashes: Sequence[str], slots: I64, place: Place, deadline: Deadline) -> Bools:
         """Copies pages into the pool. Slots of a page that did not come hold anything."""
-        keys, prefix = keys_of(hashes), place.prefix_keys()
+        keys, prefix = hashes_from_hex(hashes), place.prefix_keys()
         self._check(len(keys), slots)
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
@@ -133,7 +132,7 @@ class PoolStore:
 
     def put(self, hashes: Sequence[str], slots: I64, place: Place, deadline: Deadline) -> Bools:
         """Copies pages out of the pool. True: the node has the page."""
-        keys, prefix = keys_of(hashes), place.prefix_keys()
+        keys, prefix = hashes_from_hex(hashes), place.prefix_keys()
         self._check(len(keys), slots)
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
@@ -151,7 +150,7 @@ class PoolStore:
 
     def get_copies(self, hashes: Sequence[str], addresses: U64, deadline: Deadline) -> Bools:
         """Copies pages to memory outside of the pool: `page_bytes` at each of addresses uint64 [n]."""
-        keys = keys_of(hashes)
+        keys = hashes_from_hex(hashes)
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
             return shard.stores.get.get(keys, addresses, timeout_s=timeout_s)
@@ -160,7 +159,7 @@ class PoolStore:
 
     def put_copies(self, hashes: Sequence[str], addresses: U64, deadline: Deadline) -> Bools:
         """Copies pages from memory outside of the pool."""
-        keys = keys_of(hashes)
+        keys = hashes_from_hex(hashes)
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
             return shard.stores.put.put(keys, addresses, timeout_s=timeout_s)
@@ -169,7 +168,7 @@ class PoolStore:
 
     def delete(self, hashes: Sequence[str], deadline: Deadline) -> Bools:
         """Takes pages out of the node's memory and tiers. True: it was there."""
-        keys = keys_of(hashes)
+        keys = hashes_from_hex(hashes)
 
         def ask(shard: Shard, timeout_s: float) -> Outcomes:
             return shard.stores.put.delete(keys, timeout_s=timeout_s)
@@ -206,10 +205,3 @@ class PoolStore:
 
         good: Bools = self._gate.call(verb, count, ask_all) <= WORST_GOOD
         return good
-
-
-def keys_of(hashes: Sequence[str]) -> Keys:
-    """uint8 [n, 32]. ValueError: a hash is not one of SGLang's."""
-    if not set(map(len, hashes)) <= {HASH_DIGITS}:
-        raise ValueError(f"page hashes: expected {HASH_DIGITS} hexadecimal digits each")
-    return np.frombuffer(binascii.unhexlify("".join(hashes)), np.uint8).reshape(-1, HASH_DIGITS // 2)

@@ -7,6 +7,7 @@ MemoryFault (an OSError), and the batch has no result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 from cachekernels import _core
@@ -43,6 +44,14 @@ def wrap_hashes(scheme: str, namespace: bytes, scope: bytes, hashes: U8) -> Keys
     prompts collide could read another's KV.
     """
     return _core.wrap_hashes(scheme, namespace, scope, hashes)
+
+
+def hashes_from_hex(texts: Sequence[str]) -> U8:
+    """An engine's hashes from the 64 hexadecimal digits it writes each with, [n, 32].
+
+    Holds the GIL. ValueError, TypeError: the first of `texts` that is none, with its index.
+    """
+    return _core.hashes_from_hex(texts if type(texts) is list else list(texts))
 
 
 def object_ids(keys: Keys, pool: int = 0, rank: int = 0) -> ObjectIds:

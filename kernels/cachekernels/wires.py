@@ -38,7 +38,8 @@ class Wire(_core.Wire):
                   gives it), a pending answer included; or UNASKED: the wire would have become full
     contains(call, keys, timeout_s)
                   asks node-managed memory which of `keys` [n, 32] can be had, and waits: n and uint8 [n], an outcome
-                  for each; or UNANSWERED or UNASKED, as above, and an array that means nothing
+                  for each, FAILED where the node says what this version does not know; or UNANSWERED or UNASKED, as
+                  above, and an array that means nothing
     """
 
     __slots__ = ()
@@ -83,10 +84,11 @@ class SlabPages:
 
     __slots__ = ("core",)
 
-    def __init__(self, index: PageIndex, slot: int, states: U8, cached: int) -> None:
+    def __init__(self, index: PageIndex, slot: int, states: U8, cached: int, *, are_all: bool) -> None:
         """`states` [num_frames]: the node's account of its frames, `cached` the value of one whose page may be found.
-        The array is not copied, and lives as long as this; the node changes it at any time."""
-        self.core = _core.SlabPages(index.core, slot, states, cached)
+        The array is not copied, and lives as long as this; the node changes it at any time. `are_all`: what is not in
+        the slab is nowhere, so that a page can be told to be missing."""
+        self.core = _core.SlabPages(index.core, slot, states, cached, are_all)
 
     def stop(self) -> None:
         """The slab is going away: its shortcuts answer nothing from now on. Any thread."""
@@ -94,8 +96,8 @@ class SlabPages:
 
 
 class StoreShortcut(Shortcut):
-    """Of a client of node-managed memory: `contains` of which every page is in the slab. Numbers are those of its
-    calls."""
+    """Of a client of node-managed memory: `contains` of pages that are all in the slab, or missing as far as the slab
+    can tell. Numbers are those of its calls."""
 
     __slots__ = ()
 
@@ -110,8 +112,9 @@ class StoreShortcut(Shortcut):
 class NumPages(NamedTuple):
     """Pages that an exchange has spoken of by itself."""
 
-    looked_up: int  # in lookups of engines
-    contained: int  # in `contains` of clients of node-managed memory
+    looked_up: int  # in lookups of engines, all there
+    contained: int  # in `contains` of clients of node-managed memory, and there
+    missing: int  # in the same, and not there
 
 
 class Exchange:
@@ -162,5 +165,5 @@ class Exchange:
         self._core.settle(number)
 
     def take_num_pages(self) -> NumPages:
-        """Those since the last call; every one was there."""
+        """Those since the last call."""
         return NumPages(*self._core.take_num_pages())

@@ -1,8 +1,8 @@
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
@@ -83,10 +83,10 @@ std::pair<int64_t, NumpyArray<uint8_t>> contains_py(Wire& wire, uint64_t call, c
 }
 
 std::shared_ptr<SlabPages> slab_pages_py(std::shared_ptr<PageIndex> index, int slot, const Input<uint8_t>& states,
-                                         uint8_t cached) {
+                                         uint8_t cached, bool are_all) {
     const auto span = input_1d(states, "states");
     return std::make_shared<SlabPages>(std::move(index), slot, span, std::make_shared<const InputArray>(states.array),
-                                       cached);
+                                       cached, are_all);
 }
 
 std::shared_ptr<StoreShortcut> store_shortcut_py(std::shared_ptr<SlabPages> pages, std::string_view scheme,
@@ -96,6 +96,11 @@ std::shared_ptr<StoreShortcut> store_shortcut_py(std::shared_ptr<SlabPages> page
                               key_bytes);
     return std::make_shared<StoreShortcut>(std::move(pages), wrapper, input_bytes(tag, "tag", StoreShortcut::tag_bytes),
                                            max_keys);
+}
+
+std::tuple<uint64_t, uint64_t, uint64_t> take_num_pages(Exchange& exchange) {
+    const auto [looked_up, contains] = exchange.take_told();
+    return {looked_up.num_there, contains.num_there, contains.num_missing};
 }
 
 std::vector<int64_t> serve_py(Exchange& exchange) {
@@ -133,7 +138,8 @@ void bind_exchange(nb::module_& m) {
     nb::class_<LookupShortcut, Shortcut>(m, "LookupShortcut")
         .def(nb::init<std::shared_ptr<PageIndex>, int>(), nb::arg("index"), nb::arg("slot"));
     nb::class_<SlabPages>(m, "SlabPages")
-        .def(nb::new_(&slab_pages_py), nb::arg("index"), nb::arg("slot"), nb::arg("states"), nb::arg("cached"))
+        .def(nb::new_(&slab_pages_py), nb::arg("index"), nb::arg("slot"), nb::arg("states"), nb::arg("cached"),
+             nb::arg("are_all"))
         .def("stop", &SlabPages::stop);
     nb::class_<StoreShortcut, Shortcut>(m, "StoreShortcut")
         .def(nb::new_(&store_shortcut_py), nb::arg("pages"), nb::arg("scheme"), nb::arg("namespace"), nb::arg("scope"),
@@ -148,7 +154,7 @@ void bind_exchange(nb::module_& m) {
         .def("serve", &serve_py)
         .def("next", &next_of_exchange, nb::arg("number"), nb::sig("def next(self, number: int) -> bytes | None"))
         .def("settle", &Exchange::settle, nb::arg("number"))
-        .def("take_num_pages", &Exchange::take_num_pages);
+        .def("take_num_pages", &take_num_pages);
 }
 
 }  // namespace cachesvc

@@ -1,7 +1,9 @@
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
 #include <optional>
+#include <string>
 
 #include "arrays.hpp"
 #include "bindings.hpp"
@@ -39,6 +41,41 @@ NumpyArray<uint8_t> wrap_hashes_py(std::string_view scheme, nb::bytes ns, nb::by
     return keys;
 }
 
+// What is said to be a hash and is none, for people: the beginning of it.
+[[noreturn]] void raise_no_hash(Py_ssize_t index, nb::handle text) {
+    const auto ascii = nb::steal<nb::str>(PyObject_ASCII(text.ptr()));
+    const std::string shown = std::string(ascii.c_str()).substr(0, 80);
+    throw nb::value_error(("hashes[" + std::to_string(index) + "]: expected " + std::to_string(hex_digits) +
+                           " hexadecimal digits, got " + shown)
+                              .c_str());
+}
+
+// As they lie in memory, most of them in no cache any more: a few ahead are asked for.
+constexpr Py_ssize_t texts_ahead = 8;
+
+NumpyArray<uint8_t> hashes_from_hex_py(const nb::list& texts) {
+    const Py_ssize_t num_texts = PyList_Size(texts.ptr());
+    auto hashes = new_array<uint8_t>(static_cast<size_t>(num_texts), key_bytes);
+    for (Py_ssize_t i = 0; i < num_texts; ++i) {
+        if (i + texts_ahead < num_texts) {
+            const auto* ahead = reinterpret_cast<const char*>(PyList_GetItem(texts.ptr(), i + texts_ahead));
+            __builtin_prefetch(ahead);
+            __builtin_prefetch(ahead + hex_digits);
+        }
+        PyObject* text = PyList_GetItem(texts.ptr(), i);
+        if (!PyUnicode_Check(text)) {
+            const std::string kind = nb::type_name(nb::handle(text).type()).c_str();
+            throw nb::type_error(("hashes[" + std::to_string(i) + "]: expected str, got " + kind).c_str());
+        }
+        Py_ssize_t length = 0;
+        const char* digits = PyUnicode_AsUTF8AndSize(text, &length);
+        if (!digits) PyErr_Clear();  // a lone surrogate is no digit either
+        uint8_t* out = hashes.data() + static_cast<size_t>(i) * key_bytes;
+        if (!digits || length != hex_digits || !read_hex(digits, out)) raise_no_hash(i, text);
+    }
+    return hashes;
+}
+
 nb::bytes sha256_py(nb::bytes data) {
     uint8_t digest[Sha256::digest_bytes];
     Sha256 hash;
@@ -54,6 +91,8 @@ void bind_page_keys(nb::module_& m) {
           nb::arg("previous").none());
     m.def("wrap_hashes", &wrap_hashes_py, nb::arg("scheme"), nb::arg("namespace"), nb::arg("scope"), nb::arg("hashes"));
     m.def("accepted_schemes", &accepted_schemes);
+    m.def("hashes_from_hex", &hashes_from_hex_py, nb::arg("texts"),
+          nb::sig("def hashes_from_hex(texts: list[str]) -> numpy.typing.NDArray[numpy.uint8]"));
     m.def("sha256", &sha256_py, nb::arg("data"));
     nb::enum_<Sha256Path>(m, "Sha256Path")
         .value("automatic", Sha256Path::automatic)

@@ -13,7 +13,6 @@ constexpr uint8_t call_tag = 1 << 3, lookup_tag = 10 << 3 | 2, answer_tag = 11 <
 constexpr uint8_t op_tag = 1 << 3, keys_tag = 2 << 3 | 2, num_pages_tag = 1 << 3;
 constexpr uint8_t contains_tag = 14 << 3 | 2, held_tag = 13 << 3 | 2;
 constexpr uint8_t asked_keys_tag = 1 << 3 | 2, outcomes_tag = 1 << 3 | 2;
-constexpr uint8_t outcome_ok = 0;
 constexpr size_t key_bytes = 32;
 constexpr int most_varint_bytes = 9;  // 63 bits
 
@@ -127,17 +126,17 @@ void write_answer(std::vector<uint8_t>& stream, const LookupAnswer& answer) {
     set_length(stream, begin);
 }
 
-void write_all_held(std::vector<uint8_t>& stream, uint64_t call, size_t num_pages) {
-    const size_t begin = stream.size();
+void write_held(std::vector<uint8_t>& stream, const Held& held) {
+    const size_t begin = stream.size(), num_pages = held.outcomes.size();
     const auto put = [&stream](uint8_t byte) { stream.push_back(byte); };
     stream.resize(begin + frame_length_bytes);
     put(call_tag);
-    put_varint(put, call);
+    put_varint(put, held.call);
     put(held_tag);
     put_varint(put, 1 + varint_bytes(num_pages) + num_pages);
     put(outcomes_tag);
     put_varint(put, num_pages);
-    stream.resize(stream.size() + num_pages, outcome_ok);
+    stream.insert(stream.end(), held.outcomes.begin(), held.outcomes.end());
     set_length(stream, begin);
 }
 

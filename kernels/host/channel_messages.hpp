@@ -25,6 +25,9 @@ struct LookupAnswer {
     uint32_t num_pages = 0;
 };  // and no op is pending
 
+// Of `storage_backends.base.Outcome`, as they are sent.
+constexpr uint8_t outcome_ok = 0, outcome_miss = 2, outcome_failed = 11, last_outcome = 13;
+
 struct ContainsAsked {
     uint64_t call = 0;  // not 0
     std::span<const uint8_t> keys;  // n times 32 bytes, n at least 1; part of the message
@@ -43,8 +46,8 @@ bool parse_held(std::span<const uint8_t> message, Held& out);
 
 // Appends a whole frame.
 void write_answer(std::vector<uint8_t>& stream, const LookupAnswer& answer);
-// The same: all of `num_pages` pages, at least 1, are there.
-void write_all_held(std::vector<uint8_t>& stream, uint64_t call, size_t num_pages);
+// The same, of at least 1 page.
+void write_held(std::vector<uint8_t>& stream, const Held& held);
 
 // A frame's bytes up to its keys, which follow as they are.
 struct FrameHead {

@@ -94,10 +94,10 @@ void Exchange::answer(Line& line) {
             line.is_callers = wire.too_long() > 0;
             break;
         }
-        const size_t num_pages = line.shortcut ? line.shortcut->answer(*message, max_keys_, wire.unsent()) : 0;
-        line.is_callers = num_pages == 0;
+        const Told told = line.shortcut ? line.shortcut->answer(*message, max_keys_, wire.unsent()) : Told{};
+        line.is_callers = !told;
         if (line.is_callers) break;
-        num_pages_[static_cast<size_t>(line.shortcut->question)] += num_pages;
+        told_[static_cast<size_t>(line.shortcut->question)] += told;
         wire.pop();
     }
     wire.flush();

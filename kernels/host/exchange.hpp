@@ -46,8 +46,8 @@ public:
     // Watches for what is wanted now: after anything that the caller did with the wire.
     void settle(int64_t number);
 
-    // Pages answered since the last call, by `Question`.
-    std::array<uint64_t, num_questions> take_num_pages() { return std::exchange(num_pages_, {}); }
+    // What the answers since the last call have told, by `Question`.
+    std::array<Told, num_questions> take_told() { return std::exchange(told_, {}); }
 
 private:
     struct Line {
@@ -67,7 +67,7 @@ private:
     const size_t max_keys_;
     std::unordered_map<int64_t, Line> lines_;
     int64_t last_number_ = 0;
-    std::array<uint64_t, num_questions> num_pages_{};
+    std::array<Told, num_questions> told_{};
 };
 
 }  // namespace cachesvc

@@ -85,11 +85,7 @@ HashWrapper::HashWrapper(std::string_view scheme, const uint8_t ns[32], const ui
 }
 
 void HashWrapper::wrap(const uint8_t* hashes, size_t num_hashes, uint8_t* out) const {
-    for (size_t i = 0; i < num_hashes; ++i) {
-        Sha256 hash = beginning_;
-        hash.update(hashes + i * hash_bytes_, hash_bytes_);
-        hash.finish(out + i * key_bytes);
-    }
+    beginning_.finish_each(hashes, hash_bytes_, num_hashes, out);
 }
 
 void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t scope[32], const uint8_t* hashes,
@@ -98,6 +94,20 @@ void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t sc
 }
 
 std::string_view accepted_schemes() { return scheme_names; }
+
+bool read_hex(const char digits[hex_digits], uint8_t out[key_bytes]) {
+    uint8_t nibbles[hex_digits];
+    uint8_t is_bad = 0;
+    for (size_t i = 0; i < hex_digits; ++i) {  // without a branch, so that it is done many at a time
+        const auto digit = static_cast<uint8_t>(digits[i] - '0');
+        const auto letter = static_cast<uint8_t>((digits[i] | 0x20) - 'a');
+        const bool is_digit = digit < 10;
+        is_bad |= !is_digit & (letter >= 6);
+        nibbles[i] = is_digit ? digit : letter + 10;
+    }
+    for (size_t i = 0; i < key_bytes; ++i) out[i] = static_cast<uint8_t>(nibbles[2 * i] << 4 | nibbles[2 * i + 1]);
+    return !is_bad;
+}
 
 KeyScheme::KeyScheme(const uint8_t ns[32], size_t page_size, std::string_view wrapped)
     : page_size_(page_size), wrapped_(wrapped) {

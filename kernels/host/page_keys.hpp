@@ -34,6 +34,10 @@ void wrap_hashes(std::string_view scheme, const uint8_t ns[32], const uint8_t sc
 // The schemes wrap_hashes takes, as a readable list.
 std::string_view accepted_schemes();
 
+// The 32 bytes of a hash as engines write it. False: these are not hexadecimal digits, and `out` is undefined.
+constexpr size_t hex_digits = 2 * key_bytes;
+bool read_hex(const char digits[hex_digits], uint8_t out[key_bytes]);
+
 // The same for many batches: what every message begins with is worked through once.
 class HashWrapper {
   public:

@@ -15,6 +15,13 @@ namespace cachesvc {
 namespace {
 
 using Compress = void (*)(uint32_t state[8], const uint8_t* data, size_t num_blocks);
+// One block after each of two states, independent of each other.
+using CompressTwo = void (*)(uint32_t states[2][8], const uint8_t* const data[2]);
+
+struct Path {
+    Compress compress;
+    CompressTwo compress_two;
+};
 
 alignas(64) constexpr uint32_t round_constants[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -64,44 +71,82 @@ void compress_portable(uint32_t state[8], const uint8_t* data, size_t num_blocks
     }
 }
 
+void compress_two_portable(uint32_t states[2][8], const uint8_t* const data[2]) {
+    for (int i = 0; i < 2; ++i) compress_portable(states[i], data[i], 1);
+}
+
+constexpr Path portable_path{compress_portable, compress_two_portable};
+
 #if defined(__x86_64__)
+#define CACHESVC_SHA_NI __attribute__((target("sha,sse4.1,ssse3")))
+
 // The instructions want the state as (a b e f) and (c d g h); `schedule` holds the last 16 words of the message
-// schedule.
-__attribute__((target("sha,sse4.1,ssse3"))) void compress_sha_ni(uint32_t state[8], const uint8_t* data,
-                                                                  size_t num_blocks) {
+// schedule. Each waits for the one before it of its own lane: a second lane costs next to nothing.
+template <int lanes>
+CACHESVC_SHA_NI inline __attribute__((always_inline)) void compress_lanes(__m128i (&abef)[lanes], __m128i (&cdgh)[lanes],
+                                                                          const uint8_t* const (&data)[lanes]) {
     const __m128i byte_swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
-    auto* words = reinterpret_cast<__m128i*>(state);
-    const __m128i cdab = _mm_shuffle_epi32(_mm_loadu_si128(words), 0xB1);
-    const __m128i efgh = _mm_shuffle_epi32(_mm_loadu_si128(words + 1), 0x1B);
-    __m128i abef = _mm_alignr_epi8(cdab, efgh, 8);
-    __m128i cdgh = _mm_blend_epi16(efgh, cdab, 0xF0);
-    for (; num_blocks > 0; --num_blocks, data += 64) {
-        const __m128i abef_before = abef, cdgh_before = cdgh;
-        __m128i schedule[4];
+    __m128i abef_before[lanes], cdgh_before[lanes], schedule[lanes][4];
+#pragma GCC unroll 2
+    for (int lane = 0; lane < lanes; ++lane) abef_before[lane] = abef[lane], cdgh_before[lane] = cdgh[lane];
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; ++i) {
-            __m128i& w = schedule[i & 3];
+    for (int i = 0; i < 16; ++i) {
+        const __m128i k = _mm_load_si128(reinterpret_cast<const __m128i*>(round_constants) + i);
+#pragma GCC unroll 2
+        for (int lane = 0; lane < lanes; ++lane) {
+            __m128i& w = schedule[lane][i & 3];
             if (i < 4) {
-                w = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data) + i), byte_swap);
+                w = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data[lane]) + i), byte_swap);
             } else {
-                const __m128i newest = schedule[(i + 3) & 3];
-                const __m128i seven_back = _mm_alignr_epi8(newest, schedule[(i + 2) & 3], 4);
-                w = _mm_add_epi32(_mm_sha256msg1_epu32(w, schedule[(i + 1) & 3]), seven_back);
+                const __m128i newest = schedule[lane][(i + 3) & 3];
+                const __m128i seven_back = _mm_alignr_epi8(newest, schedule[lane][(i + 2) & 3], 4);
+                w = _mm_add_epi32(_mm_sha256msg1_epu32(w, schedule[lane][(i + 1) & 3]), seven_back);
                 w = _mm_sha256msg2_epu32(w, newest);
             }
-            const __m128i k = _mm_load_si128(reinterpret_cast<const __m128i*>(round_constants) + i);
             const __m128i input = _mm_add_epi32(w, k);
-            cdgh = _mm_sha256rnds2_epu32(cdgh, abef, input);
-            abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(input, 0x0E));
+            cdgh[lane] = _mm_sha256rnds2_epu32(cdgh[lane], abef[lane], input);
+            abef[lane] = _mm_sha256rnds2_epu32(abef[lane], cdgh[lane], _mm_shuffle_epi32(input, 0x0E));
         }
-        abef = _mm_add_epi32(abef, abef_before);
-        cdgh = _mm_add_epi32(cdgh, cdgh_before);
     }
+#pragma GCC unroll 2
+    for (int lane = 0; lane < lanes; ++lane) {
+        abef[lane] = _mm_add_epi32(abef[lane], abef_before[lane]);
+        cdgh[lane] = _mm_add_epi32(cdgh[lane], cdgh_before[lane]);
+    }
+}
+
+CACHESVC_SHA_NI inline __attribute__((always_inline)) void load_state(const uint32_t state[8], __m128i& abef,
+                                                                      __m128i& cdgh) {
+    const auto* words = reinterpret_cast<const __m128i*>(state);
+    const __m128i cdab = _mm_shuffle_epi32(_mm_loadu_si128(words), 0xB1);
+    const __m128i efgh = _mm_shuffle_epi32(_mm_loadu_si128(words + 1), 0x1B);
+    abef = _mm_alignr_epi8(cdab, efgh, 8);
+    cdgh = _mm_blend_epi16(efgh, cdab, 0xF0);
+}
+
+CACHESVC_SHA_NI inline __attribute__((always_inline)) void store_state(uint32_t state[8], __m128i abef, __m128i cdgh) {
+    auto* words = reinterpret_cast<__m128i*>(state);
     const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
     const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
     _mm_storeu_si128(words, _mm_blend_epi16(feba, dchg, 0xF0));
     _mm_storeu_si128(words + 1, _mm_alignr_epi8(dchg, feba, 8));
 }
+
+CACHESVC_SHA_NI void compress_sha_ni(uint32_t state[8], const uint8_t* data, size_t num_blocks) {
+    __m128i abef[1], cdgh[1];
+    load_state(state, abef[0], cdgh[0]);
+    for (; num_blocks > 0; --num_blocks, data += 64) compress_lanes<1>(abef, cdgh, {data});
+    store_state(state, abef[0], cdgh[0]);
+}
+
+CACHESVC_SHA_NI void compress_two_sha_ni(uint32_t states[2][8], const uint8_t* const data[2]) {
+    __m128i abef[2], cdgh[2];
+    for (int lane = 0; lane < 2; ++lane) load_state(states[lane], abef[lane], cdgh[lane]);
+    compress_lanes<2>(abef, cdgh, {data[0], data[1]});
+    for (int lane = 0; lane < 2; ++lane) store_state(states[lane], abef[lane], cdgh[lane]);
+}
+
+constexpr Path sha_ni_path{compress_sha_ni, compress_two_sha_ni};
 
 bool cpu_has_sha_ni() {
     unsigned a = 0, b = 0, c = 0, d = 0;
@@ -111,15 +156,27 @@ bool cpu_has_sha_ni() {
     return (b & bit_SHA) != 0;
 }
 #else
-constexpr Compress compress_sha_ni = nullptr;
+constexpr Path sha_ni_path{};
 bool cpu_has_sha_ni() { return false; }
 #endif
 
-Compress fastest() { return cpu_has_sha_ni() ? compress_sha_ni : compress_portable; }
+const Path* fastest() { return cpu_has_sha_ni() ? &sha_ni_path : &portable_path; }
 
-std::atomic<Compress>& compress_in_use() {
-    static std::atomic<Compress> choice{fastest()};
+std::atomic<const Path*>& path_in_use() {
+    static std::atomic<const Path*> choice{fastest()};
     return choice;
+}
+
+const Path& path() { return *path_in_use().load(std::memory_order_relaxed); }
+
+// The end of a message's last block.
+void write_bit_count(uint8_t block[64], uint64_t bits) {
+    store_be32(block + 56, static_cast<uint32_t>(bits >> 32));
+    store_be32(block + 60, static_cast<uint32_t>(bits));
+}
+
+void write_digest(uint8_t* out, const uint32_t state[8]) {
+    for (int i = 0; i < 8; ++i) store_be32(out + 4 * i, state[i]);
 }
 
 }  // namespace
@@ -129,7 +186,7 @@ Sha256::Sha256()
 
 void Sha256::update(const void* data, size_t bytes) {
     const auto* next = static_cast<const uint8_t*>(data);
-    const Compress compress = compress_in_use().load(std::memory_order_relaxed);
+    const Compress compress = path().compress;
     total_bytes_ += bytes;
     if (pending_bytes_ > 0) {
         const size_t take = std::min(bytes, block_bytes - pending_bytes_);
@@ -146,7 +203,7 @@ void Sha256::update(const void* data, size_t bytes) {
 }
 
 void Sha256::finish(uint8_t out[digest_bytes]) {
-    const Compress compress = compress_in_use().load(std::memory_order_relaxed);
+    const Compress compress = path().compress;
     const uint64_t total_bits = total_bytes_ * 8;
     pending_[pending_bytes_++] = 0x80;
     if (pending_bytes_ > block_bytes - 8) {
@@ -155,23 +212,50 @@ void Sha256::finish(uint8_t out[digest_bytes]) {
         pending_bytes_ = 0;
     }
     std::memset(pending_ + pending_bytes_, 0, block_bytes - 8 - pending_bytes_);
-    store_be32(pending_ + 56, static_cast<uint32_t>(total_bits >> 32));
-    store_be32(pending_ + 60, static_cast<uint32_t>(total_bits));
+    write_bit_count(pending_, total_bits);
     compress(state_, pending_, 1);
-    for (int i = 0; i < 8; ++i) store_be32(out + 4 * i, state_[i]);
+    write_digest(out, state_);
+}
+
+void Sha256::finish_each(const uint8_t* ends, size_t end_bytes, size_t num_ends, uint8_t* out) const {
+    const size_t last_block_bytes = pending_bytes_ + end_bytes;
+    size_t num_done = 0;
+    if (last_block_bytes + 1 + 8 <= block_bytes) {
+        uint8_t blocks[2][block_bytes]{};
+        for (auto& block : blocks) {
+            std::memcpy(block, pending_, pending_bytes_);
+            block[last_block_bytes] = 0x80;
+            write_bit_count(block, (total_bytes_ + end_bytes) * 8);
+        }
+        for (const CompressTwo compress_two = path().compress_two; num_done + 2 <= num_ends; num_done += 2) {
+            uint32_t states[2][8];
+            for (size_t lane = 0; lane < 2; ++lane) {
+                std::memcpy(states[lane], state_, sizeof state_);
+                std::memcpy(blocks[lane] + pending_bytes_, ends + (num_done + lane) * end_bytes, end_bytes);
+            }
+            const uint8_t* const data[] = {blocks[0], blocks[1]};
+            compress_two(states, data);
+            for (size_t lane = 0; lane < 2; ++lane) write_digest(out + (num_done + lane) * digest_bytes, states[lane]);
+        }
+    }
+    for (; num_done < num_ends; ++num_done) {
+        Sha256 one = *this;
+        one.update(ends + num_done * end_bytes, end_bytes);
+        one.finish(out + num_done * digest_bytes);
+    }
 }
 
 bool sha256_path_supported(Sha256Path path) { return path != Sha256Path::sha_ni || cpu_has_sha_ni(); }
 
 Sha256Path sha256_path() {
-    return compress_in_use().load() == compress_portable ? Sha256Path::portable : Sha256Path::sha_ni;
+    return path_in_use().load() == &portable_path ? Sha256Path::portable : Sha256Path::sha_ni;
 }
 
 void select_sha256_path(Sha256Path path) {
     if (!sha256_path_supported(path)) throw std::invalid_argument("this CPU has no SHA-256 instructions");
-    if (path == Sha256Path::automatic) compress_in_use() = fastest();
-    if (path == Sha256Path::portable) compress_in_use() = compress_portable;
-    if (path == Sha256Path::sha_ni) compress_in_use() = compress_sha_ni;
+    if (path == Sha256Path::automatic) path_in_use() = fastest();
+    if (path == Sha256Path::portable) path_in_use() = &portable_path;
+    if (path == Sha256Path::sha_ni) path_in_use() = &sha_ni_path;
 }
 
 }  // namespace cachesvc

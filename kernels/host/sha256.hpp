@@ -17,6 +17,9 @@ public:
     void update(const void* data, size_t bytes);
     // Writes the digest. The object must not be used after it.
     void finish(uint8_t out[digest_bytes]);
+    // Digests of `num_ends` messages that begin with what was added so far and end with ends [num_ends, end_bytes], to
+    // out [num_ends, 32]: two at a time where what is left of them is one block, which is what a CPU can do at once.
+    void finish_each(const uint8_t* ends, size_t end_bytes, size_t num_ends, uint8_t* out) const;
 
 private:
     static constexpr size_t block_bytes = 64;

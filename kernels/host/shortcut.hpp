@@ -18,6 +18,16 @@ namespace cachesvc {
 enum class Question : uint8_t { lookup, contains };
 constexpr size_t num_questions = 2;
 
+// Pages that an answer speaks of; none: there is no answer.
+struct Told {
+    uint64_t num_there = 0, num_missing = 0;
+    explicit operator bool() const { return num_there + num_missing > 0; }
+    Told& operator+=(const Told& other) {
+        num_there += other.num_there, num_missing += other.num_missing;
+        return *this;
+    }
+};
+
 class Shortcut {
 public:
     explicit Shortcut(Question question) : question(question) {}
@@ -35,17 +45,17 @@ public:
     }
     uint64_t last() const { return last_; }
 
-    // Adds the answer's frame to `stream` and takes the message's number. Pages that it speaks of; 0: nothing is said
-    // about the message, and nothing was done.
-    size_t answer(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) {
-        return is_stopped_ ? 0 : answer_open(message, max_keys, stream);
+    // Adds the answer's frame to `stream` and takes the message's number. What it tells; nothing: nothing is said about
+    // the message, and nothing was done.
+    Told answer(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) {
+        return is_stopped_ ? Told{} : answer_open(message, max_keys, stream);
     }
 
     // The session has ended: nothing is answered from now on.
     void stop() { is_stopped_ = true; }
 
 private:
-    virtual size_t answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) = 0;
+    virtual Told answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) = 0;
 
     uint64_t last_ = 0;
     std::atomic<bool> is_stopped_ = false;
@@ -72,15 +82,15 @@ public:
         : Shortcut(Question::lookup), index_(std::move(index)), slot_(slot) {}
 
 private:
-    size_t answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) override {
+    Told answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) override {
         LookupAsked asked;
-        if (!parse_lookup(message, asked) || asked.op <= last()) return 0;
+        if (!parse_lookup(message, asked) || asked.op <= last()) return {};
         const size_t num_pages = asked.keys.size() / key_bytes;
         // The last page first: most chains that are not there in full end early.
-        if (num_pages > max_keys || !has_all(asked.keys.last(key_bytes)) || !has_all(asked.keys)) return 0;
+        if (num_pages > max_keys || !has_all(asked.keys.last(key_bytes)) || !has_all(asked.keys)) return {};
         take(asked.op);
         write_answer(stream, {asked.call, static_cast<uint32_t>(num_pages)});
-        return num_pages;
+        return {.num_there = num_pages};
     }
 
     bool has_all(std::span<const uint8_t> keys) {

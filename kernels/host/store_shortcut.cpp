@@ -10,12 +10,15 @@ constexpr size_t group_keys = 128;  // what is missing in one is found before th
 
 }  // namespace
 
-bool SlabPages::have_all(std::span<const uint8_t> keys, FoundPlaces& found) const {
+bool SlabPages::tell(std::span<const uint8_t> keys, FoundPlaces& found, uint8_t* outcomes) const {
     if (is_stopped_) return false;
     found.look_up(*index_, keys, -1);
     for (size_t i = 0; i < found.slots.size(); ++i) {
         const auto frame = static_cast<size_t>(found.frames[i]);
-        if (found.slots[i] != slot_ || frame >= states_.size() || load_relaxed(states_[frame]) != cached_) return false;
+        const bool is_there = found.slots[i] == slot_ && frame < states_.size() && load_relaxed(states_[frame]) == cached_;
+        const bool is_nowhere = found.slots[i] == PlaceTable::no_slot && are_all_;
+        if (!is_there && !is_nowhere) return false;
+        outcomes[i] = is_there ? outcome_ok : outcome_miss;
     }
     return true;
 }
@@ -26,29 +29,30 @@ StoreShortcut::StoreShortcut(std::shared_ptr<const SlabPages> pages, const HashW
     std::copy_n(tag, tag_bytes, tag_.begin());
 }
 
-size_t StoreShortcut::answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) {
+Told StoreShortcut::answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) {
     ContainsAsked asked;
-    if (!parse_contains(message, asked) || asked.call <= last()) return 0;
+    if (!parse_contains(message, asked) || asked.call <= last()) return {};
     const size_t num_pages = asked.keys.size() / key_bytes;
-    if (num_pages > std::min(max_keys, max_keys_)) return 0;
+    if (num_pages > std::min(max_keys, max_keys_)) return {};
+    outcomes_.resize(num_pages);
     // The last page first: most chains that are not there in full end early.
-    if (!has_all(asked.keys.last(key_bytes))) return 0;
-    for (auto left = asked.keys; !left.empty();) {
-        const auto group = left.first(std::min(left.size(), group_keys * key_bytes));
-        if (!has_all(group)) return 0;
-        left = left.subspan(group.size());
+    if (!pages_->are_all() && !tell(asked.keys.last(key_bytes), &outcomes_.back())) return {};
+    for (size_t first = 0; first < num_pages; first += group_keys) {
+        const size_t count = std::min(group_keys, num_pages - first);
+        if (!tell(asked.keys.subspan(first * key_bytes, count * key_bytes), &outcomes_[first])) return {};
     }
     take(asked.call);
-    write_all_held(stream, asked.call, num_pages);
-    return num_pages;
+    write_held(stream, {asked.call, outcomes_});
+    const auto num_there = static_cast<uint64_t>(std::ranges::count(outcomes_, outcome_ok));
+    return {.num_there = num_there, .num_missing = num_pages - num_there};
 }
 
-bool StoreShortcut::has_all(std::span<const uint8_t> client_keys) {
+bool StoreShortcut::tell(std::span<const uint8_t> client_keys, uint8_t* outcomes) {
     const size_t num_keys = client_keys.size() / key_bytes;
     keys_.resize(client_keys.size());
     wrapper_.wrap(client_keys.data(), num_keys, keys_.data());
     for (size_t i = 1; i <= num_keys; ++i) std::memcpy(&keys_[i * key_bytes - tag_bytes], tag_.data(), tag_bytes);
-    return pages_->have_all(keys_, found_);
+    return pages_->tell(keys_, found_, outcomes);
 }
 
 }  // namespace cachesvc

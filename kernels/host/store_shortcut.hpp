@@ -1,8 +1,10 @@
-// StoreShortcut: the `contains` of one client of node-managed memory, where every page is in its slab.
+// StoreShortcut: the `contains` of one client of node-managed memory, where its slab can tell of every page.
 //
 // DESIGN. A page may be found when the index has it in a frame of the slab that the node's account calls cached. The
 // account is the node's, which changes it at any time; it is read here byte by byte, without its lock. The answer is of
-// some moment during the call, as it is where the lock is taken: it may be wrong a moment later either way.
+// some moment during the call, as it is where the lock is taken: it may be wrong a moment later either way. What the
+// index does not have is not there, if nothing is below the slab; else somebody has to ask further. A page in a frame
+// that is not cached is on its way in or out: whoever holds the lock says what it is.
 //
 // Threads: as in shortcut.hpp; a `SlabPages` may be used and stopped by any at any time.
 #pragma once
@@ -21,13 +23,19 @@ namespace cachesvc {
 class SlabPages {
 public:
     // states [num_frames]: the account; a frame whose page may be found has the value `cached`. `owner` keeps it in
-    // memory.
+    // memory. `are_all`: what is not in the slab is nowhere.
     SlabPages(std::shared_ptr<PageIndex> index, int slot, std::span<const uint8_t> states,
-              std::shared_ptr<const void> owner, uint8_t cached)
-        : index_(std::move(index)), slot_(slot), states_(states), owner_(std::move(owner)), cached_(cached) {}
+              std::shared_ptr<const void> owner, uint8_t cached, bool are_all)
+        : index_(std::move(index)),
+          slot_(slot),
+          states_(states),
+          owner_(std::move(owner)),
+          cached_(cached),
+          are_all_(are_all) {}
 
-    // Whether every one of keys [n, 32] may be found.
-    bool have_all(std::span<const uint8_t> keys, FoundPlaces& found) const;
+    bool are_all() const { return are_all_; }
+    // Which of keys [n, 32] may be found: outcomes [n]. False: of some that cannot be told here.
+    bool tell(std::span<const uint8_t> keys, FoundPlaces& found, uint8_t* outcomes) const;
 
     // The slab is going away: its clients hear that from its node.
     void stop() { is_stopped_ = true; }
@@ -38,6 +46,7 @@ private:
     const std::span<const uint8_t> states_;
     const std::shared_ptr<const void> owner_;
     const uint8_t cached_;
+    const bool are_all_;
     std::atomic<bool> is_stopped_ = false;
 };
 
@@ -50,14 +59,14 @@ public:
     StoreShortcut(std::shared_ptr<const SlabPages> pages, const HashWrapper& wrapper, const uint8_t* tag, size_t max_keys);
 
 private:
-    size_t answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) override;
-    bool has_all(std::span<const uint8_t> client_keys);
+    Told answer_open(std::span<const uint8_t> message, size_t max_keys, std::vector<uint8_t>& stream) override;
+    bool tell(std::span<const uint8_t> client_keys, uint8_t* outcomes);
 
     const std::shared_ptr<const SlabPages> pages_;
     const HashWrapper wrapper_;
     std::array<uint8_t, tag_bytes> tag_;
     const size_t max_keys_;
-    std::vector<uint8_t> keys_;
+    std::vector<uint8_t> keys_, outcomes_;
     FoundPlaces found_;
 };
 

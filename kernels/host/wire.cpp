@@ -105,7 +105,8 @@ int64_t Wire::contains(uint64_t call, std::span<const uint8_t> keys, std::span<u
         if (!parse_held(message, held) || held.call != call || held.outcomes.size() != outcomes.size()) {
             return unanswered;
         }
-        std::ranges::copy(held.outcomes, outcomes.begin());
+        std::ranges::transform(held.outcomes, outcomes.begin(),
+                               [](uint8_t outcome) { return outcome <= last_outcome ? outcome : outcome_failed; });
         return static_cast<int64_t>(outcomes.size());
     });
 }

@@ -52,7 +52,8 @@ public:
     // Asks for keys [n, 32] and waits. Pages, or unanswered: no answer within `timeout_s`, or something else came (it is
     // in front); or unasked: too much waits to be sent.
     int64_t look_up(uint64_t call, uint64_t op, std::span<const uint8_t> keys, double timeout_s);
-    // The same question to node-managed memory. `outcomes` [n] are filled where the answer is what is returned: n.
+    // The same question to node-managed memory. `outcomes` [n] are filled where the answer is what is returned: n. What a
+    // newer node may say and this version does not know is a failure, which is no page.
     int64_t contains(uint64_t call, std::span<const uint8_t> keys, std::span<uint8_t> outcomes, double timeout_s);
 
     bool is_in_use = false;  // kept by the callers, who see each other

@@ -20,6 +20,7 @@ from cachesvc.node.node import Node
 from cachesvc.node.ops import OpState
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.slab_ops import DeleteOp
+from cachesvc.node.store_requests import Held
 from cachesvc.node.store_sessions import StoreSession
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Reject
@@ -543,6 +544,21 @@ def test_what_memory_answers_keeps_its_place_among_the_others(node, door, monkey
         assert client.ask(contains(101)).held.outcomes == bytes([MISS, OK, OK, OK])
 
 
+def test_of_a_node_without_tiers_memory_answers_what_is_missing_too(monkeypatch):
+    def unasked(*_):
+        raise AssertionError("the session was asked")
+
+    monkeypatch.setattr(StoreSession, "contains", unasked)
+    options = NodeOptions(managed_bytes=64 * PAGE_BYTES)
+    with Node([], options=options) as node, RunningDoor(node) as door, RawStore(door.path) as client:
+        with opened(door.path) as store:
+            store.put(KEYS[:3], PAGES[:3])
+        for call in range(1, 11):
+            assert client.ask(contains(call)).held.outcomes == bytes([OK, OK, OK, MISS])
+        pages = node.counters.managed_pages
+        door.until(lambda: [pages.value("contains", outcome) for outcome in ("ok", "miss")] == [30, 10])
+
+
 def test_an_answer_that_nobody_waits_for_does_not_hide_the_one_to_contains(door):
     with opened(door.path) as store:
         store.put(KEYS, PAGES)
@@ -615,8 +631,7 @@ def test_a_door_that_is_no_node_is_an_outcome(tmp_path):
 
 
 def test_an_outcome_that_a_newer_node_says_is_no_page(door, monkeypatch):
+    said = np.array([Outcome.OK, Outcome.MISS, max(Outcome) + 1, 255], np.uint8)
+    monkeypatch.setattr(StoreSession, "contains", lambda session, call, _: session._tell(Held(call, said)))
     with opened(door.path) as store:
-        store.put(KEYS, PAGES)
-        said = np.array([Outcome.OK, Outcome.MISS, max(Outcome) + 1, 255], np.uint8)
-        monkeypatch.setattr(store._connection._link._link, "contains", lambda *_: (4, said))
         assert store.contains(KEYS).tolist() == [OK, MISS, Outcome.FAILED, Outcome.FAILED]

@@ -145,17 +145,19 @@ class StoreUser:
             theirs.sendall(to_frame(asked))
             exchange.serve()
             is_asked = exchange.next(number) is not None
-            num_pages = exchange.take_num_pages().contained
+            told = exchange.take_num_pages()
             exchange.close()
             if is_asked:
-                assert num_pages == 0
+                assert not any(told)
                 return None
             reader = FrameReader(1 << 20)
             reader.feed(theirs.recv(1 << 20))
             answer = managed_pb2.FromStore.FromString(reader.next())
         assert answer.call == self.session.shortcut.last == self.call
-        assert num_pages == len(answer.held.outcomes) == len(keys)
-        return list(answer.held.outcomes)
+        results = list(answer.held.outcomes)
+        assert len(results) == len(keys)
+        assert told == (0, results.count(Outcome.OK), results.count(Outcome.MISS))
+        return results
 
     def delete(self, keys):
         answer = self.answered(self.ask("delete", keys))

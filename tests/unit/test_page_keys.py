@@ -63,6 +63,48 @@ def test_wrapped_hashes_equal_their_definition(scheme: str) -> None:
     assert rows(keys) == [oracle.wrap_hash(scheme, NAMESPACE, SCOPE, row.tobytes()) for row in hashes]
 
 
+@pytest.mark.parametrize("path", [_core.Sha256Path.portable, _core.Sha256Path.automatic])
+@pytest.mark.parametrize("scheme", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("count", range(10))
+def test_so_do_any_number_of_them(path: _core.Sha256Path, scheme: str, count: int) -> None:
+    """They are worked through in pairs, where the rest of the message is one block: with the longer name it just is."""
+    _core.select_sha256_path(path)
+    hashes = np.random.default_rng(count).integers(0, 256, (count, 32), np.uint8)
+    try:
+        keys = pages.wrap_hashes(scheme, NAMESPACE, SCOPE, hashes)
+    finally:
+        _core.select_sha256_path(_core.Sha256Path.automatic)
+    assert rows(keys) == [oracle.wrap_hash(scheme, NAMESPACE, SCOPE, row.tobytes()) for row in hashes]
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=40), st.booleans())
+def test_hashes_are_read_from_their_digits(hashes: list[bytes], is_upper: bool) -> None:
+    texts = [digest.hex().upper() if is_upper else digest.hex() for digest in hashes]
+    for sequence in (texts, tuple(texts)):
+        read = pages.hashes_from_hex(sequence)
+        assert read.shape == (len(hashes), 32)
+        assert rows(read) == hashes
+
+
+@pytest.mark.parametrize("index", [0, 5, 39])
+@pytest.mark.parametrize(
+    "text",
+    ["", "a" * 63, "a" * 65, *("a" * at + bad + "a" * (63 - at) for at in (0, 31, 63) for bad in "/:@G`g \0\x7f"),
+     "a" * 62 + "é", "é" * 32, "é" * 64, "٣" * 64, "a" * 63 + "\udc80", "0x" + "a" * 62],
+)  # fmt: skip
+def test_what_is_no_hash_is_named(index: int, text: str) -> None:
+    texts = ["0123456789abcdefABCDEF".ljust(64, "f")] * 40
+    texts[index] = text
+    with pytest.raises(ValueError, match=rf"hashes\[{index}\]: expected 64 hexadecimal digits, got '"):
+        pages.hashes_from_hex(texts)
+
+
+@pytest.mark.parametrize("one", [b"a" * 64, None, 7, ["a" * 64]])
+def test_what_is_no_text_is_named(one: object) -> None:
+    with pytest.raises(TypeError, match=r"hashes\[1\]: expected str, got "):
+        pages.hashes_from_hex(["a" * 64, one])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize("scheme", ["xxhash", "xxhash_cbor", "xxh3_128", "builtin", "sha256_cbor_64bit", "SHA256", ""])
 def test_weak_schemes_are_refused_by_name(scheme: str) -> None:
     with pytest.raises(ValueError, match="collision resistant; accepted: sha256, sha256_cbor, blake3"):

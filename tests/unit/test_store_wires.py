@@ -12,8 +12,9 @@ from cachekernels.region import Region
 from cachekernels.wires import Exchange, SlabPages, StoreShortcut, Wire
 
 from cachesvc.identity import store_keys, store_tag, store_wrapping
-from cachesvc.rpc import channel_pb2, managed_pb2
+from cachesvc.rpc import channel_pb2, managed_pb2, store_codec
 from cachesvc.rpc.framing import FrameReader, to_frame
+from storage_backends.base import Outcome
 from tests.helpers.store_user import some_keys
 from tests.oracles.pages import HANG_S
 
@@ -35,6 +36,10 @@ def ends():
         yield ours, theirs
 
 
+def shortcut_of(pages):
+    return StoreShortcut(pages, *store_wrapping(*WHO), store_tag(*WHO).tobytes(), MAX_KEYS)
+
+
 class Served:
     """A wire in an exchange, whose client finds `KEYS` in a slab: page i in frame i."""
 
@@ -42,10 +47,20 @@ class Served:
         self.index = PageIndex()
         self.slot = self.add_pages(KEYS)
         self.states = np.full(8, CACHED, np.uint8)
-        self.pages = SlabPages(self.index, self.slot, self.states, CACHED)
-        self.shortcut = StoreShortcut(self.pages, *store_wrapping(*WHO), store_tag(*WHO).tobytes(), MAX_KEYS)
+        self.pages = self.pages_of_slab(are_all=False)
+        self.shortcut = shortcut_of(self.pages)
         self.wire = Wire(sock.fileno(), MAX_BYTES, HIGH_WATER)
         self.exchange = Exchange(2 * MAX_KEYS)
+        self.number = self.exchange.add(self.wire, self.shortcut)
+
+    def pages_of_slab(self, *, are_all):
+        return SlabPages(self.index, self.slot, self.states, CACHED, are_all=are_all)
+
+    def serve_all(self):
+        """From now on nothing is below the slab."""
+        self.exchange.remove(self.number)
+        self.pages = self.pages_of_slab(are_all=True)
+        self.shortcut = shortcut_of(self.pages)
         self.number = self.exchange.add(self.wire, self.shortcut)
 
     def add_pages(self, keys):
@@ -101,8 +116,8 @@ def test_the_answer_of_an_exchange_is_that_of_protobuf(served, ends, number, cou
     ends[1].sendall(to_frame(asked(number, keys)))
     assert served.messages() == []
     assert ends[1].recv(1 << 16) == to_frame(held(number, bytes(count)))
-    assert served.exchange.take_num_pages() == (0, count)
-    assert served.exchange.take_num_pages() == (0, 0)
+    assert served.exchange.take_num_pages() == (0, count, 0)
+    assert served.exchange.take_num_pages() == (0, 0, 0)
     assert served.shortcut.last == number
 
 
@@ -146,7 +161,7 @@ def test_all_else_is_left_to_the_caller_and_not_a_bit_of_it_done(served, ends, n
     assert served.messages() == [message]
     assert received(ends[1]) == []
     assert served.shortcut.last == 0
-    assert served.exchange.take_num_pages() == (0, 0)
+    assert served.exchange.take_num_pages() == (0, 0, 0)
 
 
 def is_answered(served, sock, keys=KEYS):
@@ -168,9 +183,10 @@ def test_each_page_must_be_in_the_slab(served, ends):
     assert not is_answered(served, ends[1], np.concatenate([KEYS, UNKNOWN[:1], KEYS[:1]]))
 
 
-def test_an_account_of_fewer_frames_than_the_index_knows_is_not_read_beyond_its_end(served, ends):
-    pages = SlabPages(served.index, served.slot, served.states[:4], CACHED)
-    shortcut = StoreShortcut(pages, *store_wrapping(*WHO), store_tag(*WHO).tobytes(), MAX_KEYS)
+@pytest.mark.parametrize("are_all", [False, True])
+def test_an_account_of_fewer_frames_than_the_index_knows_is_not_read_beyond_its_end(served, are_all):
+    served.states = served.states[:4]
+    shortcut = shortcut_of(served.pages_of_slab(are_all=are_all))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         number = served.exchange.add(Wire(ours.fileno(), MAX_BYTES, HIGH_WATER), shortcut)
@@ -247,6 +263,48 @@ def test_what_is_answered_is_what_protobuf_reads(served, ends, seed):
     assert num_answered
 
 
+# where nothing is below the slab
+
+IS_MISSING = {
+    "all": lambda row: True,
+    "the first": lambda row: row == 0,
+    "the last": lambda row: row == 299,
+    "from the middle on": lambda row: row >= 150,
+    "every other one": lambda row: row % 2,
+    "a gap far on": lambda row: 200 <= row < 208,
+    "none": lambda row: False,
+}
+
+
+@pytest.mark.parametrize("is_missing", IS_MISSING.values(), ids=IS_MISSING)
+def test_what_is_not_in_a_slab_with_nothing_below_is_missing(served, ends, is_missing):
+    served.serve_all()
+    missing = np.array([bool(is_missing(row)) for row in range(300)])
+    keys = np.where(missing[:, None], UNKNOWN[np.arange(300) % 8], KEYS[np.arange(300) % 8])
+    ends[1].sendall(to_frame(asked(7, keys)))
+    assert served.messages() == []
+    expected = np.where(missing, int(Outcome.MISS), int(Outcome.OK)).astype(np.uint8)
+    assert received(ends[1]) == [held(7, expected.tobytes())]
+    assert served.exchange.take_num_pages() == (0, np.count_nonzero(~missing), np.count_nonzero(missing))
+    assert served.shortcut.last == 7
+
+
+@pytest.mark.parametrize("row", range(8))
+def test_a_page_in_a_frame_that_is_not_cached_is_left_to_the_caller_all_the_same(served, ends, row):
+    served.serve_all()
+    served.states[row] = OTHER
+    assert not is_answered(served, ends[1])
+    assert is_answered(served, ends[1], np.delete(KEYS, row, axis=0))
+
+
+@pytest.mark.parametrize("what", ["shortcut", "pages"])
+def test_after_the_end_nothing_is_missing_either(served, ends, what):
+    served.serve_all()
+    assert is_answered(served, ends[1], UNKNOWN)
+    getattr(served, what).stop()
+    assert not is_answered(served, ends[1], UNKNOWN)
+
+
 # the asking end
 
 
@@ -260,6 +318,14 @@ def test_a_question_and_its_answer_are_those_of_protobuf(ends, number, count):
     assert said == count
     assert results.tobytes() == outcomes
     assert theirs.recv(1 << 16) == to_frame(asked(number, keys))
+
+
+def test_what_a_newer_node_may_say_is_a_failure(ends):
+    ours, theirs = ends
+    theirs.sendall(to_frame(held(1, bytes(range(256)))))
+    _, results = Wire(ours.fileno(), MAX_BYTES, HIGH_WATER).contains(1, KEYS[np.arange(256) % 8], HANG_S)
+    known = [int(outcome) for outcome in Outcome]
+    assert results.tolist() == known + [Outcome.FAILED] * (256 - len(known))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +365,7 @@ def test_an_answer_is_read_as_protobuf_reads_it(ends, seed):
             assert wire.next() == bytes(message)
             continue
         read = managed_pb2.FromStore.FromString(bytes(message))
-        assert (read.call, read.held.outcomes) == (call, results.tobytes())
+        assert (read.call, store_codec.outcomes_of(read.held.outcomes, 8).tolist()) == (call, results.tolist())
         num_read += 1
     assert num_read > 100
 

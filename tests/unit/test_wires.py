@@ -100,8 +100,8 @@ def test_the_answer_of_an_exchange_is_that_of_protobuf(served, ends, number):
     ends[1].sendall(to_frame(asked(number, number)))
     assert served.messages() == []
     assert ends[1].recv(1 << 16) == to_frame(answered(number))
-    assert served.exchange.take_num_pages() == (8, 0)
-    assert served.exchange.take_num_pages() == (0, 0)
+    assert served.exchange.take_num_pages() == (8, 0, 0)
+    assert served.exchange.take_num_pages() == (0, 0, 0)
     assert served.shortcut.last == number
 
 
@@ -144,7 +144,7 @@ def test_all_else_is_left_to_the_caller_and_not_a_bit_of_it_done(served, ends, n
     assert served.messages() == [message]
     assert received(ends[1]) == []
     assert served.shortcut.last == 0
-    assert served.exchange.take_num_pages() == (0, 0)
+    assert served.exchange.take_num_pages() == (0, 0, 0)
 
 
 def test_own_pages_do_not_count(served):

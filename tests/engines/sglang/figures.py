@@ -283,15 +283,38 @@ def get_memcpy(run: Run) -> Measurement:
 
 @figure("sglang.exists_1600", unit="ms", target="value<=1", reference="SGLang's file backend")
 def exists_1600(run: Run) -> Measurement:
-    """One `batch_exists` of 1,600 pages that are not there but for the first 128; and one where all are asked for."""
+    """One `batch_exists` of 1,600 pages that are all there."""
     present = fresh_keys(1)
-    with ours() as (mine, _), files() as (theirs, _path):
+    return asked(run, present, (present * 13)[:1600], "1,600 hits")
+
+
+@figure("sglang.exists_1600_part", unit="ms", target="value<=1", reference="SGLang's file backend")
+def exists_1600_part(run: Run) -> Measurement:
+    """One of 1,600 pages of which the first 128 are there."""
+    present = fresh_keys(1)
+    return asked(run, present, present + fresh_keys(2, 1600 - PAGES), "128 hits, then none")
+
+
+@figure("sglang.exists_1600_miss", unit="ms", target="value<=1", reference="SGLang's file backend")
+def exists_1600_miss(run: Run) -> Measurement:
+    """One of 1,600 pages that are not there."""
+    return asked(run, fresh_keys(1), fresh_keys(2, 1600), "no hit")
+
+
+@figure("sglang.exists_1600_tier", unit="ms", target="value<=1", reference="SGLang's file backend")
+def exists_1600_tier(run: Run) -> Measurement:
+    """One of 1,600 pages of which the first 128 are there, of a node that has a file tier to ask for the others."""
+    present = fresh_keys(1)
+    keys = present + fresh_keys(2, 1600 - PAGES)
+    return asked(run, present, keys, "128 hits, then none; a file tier", keeps_files=True)
+
+
+def asked(run: Run, present: list[str], keys: list[str], note: str, *, keeps_files: bool = False) -> Measurement:
+    """Milliseconds of a `batch_exists` of `keys` where the pages of `present` are kept."""
+    with ours(keeps_files=keeps_files) as (mine, _), files() as (theirs, _path):
         mine.put(present)
         theirs.put(present)
-        keys = (present * 13)[:1600]
-        return run.paired(
-            lambda: mine.exists(keys), lambda: theirs.exists(keys), scale=1e3, rounds=50, note="1,600 hits"
-        )
+        return run.paired(lambda: mine.exists(keys), lambda: theirs.exists(keys), scale=1e3, rounds=50, note=note)
 
 
 if __name__ == "__main__":
