@@ -106,6 +106,10 @@ class Declined:
     reason: Decline
 
 
+MAX_USED_PAGES = 2048
+"""Of one `CacheClient.used`: what costs the node well below a millisecond."""
+
+
 class CacheClient(ABC):
     """One engine's session with a node."""
 
@@ -127,6 +131,12 @@ class CacheClient(ABC):
     def lookup(self, keys: Keys) -> Lookup:
         """How many pages of the chain `keys` the node can provide, apart from the session's own frames. No memory, no
         lease."""
+
+    @abstractmethod
+    def used(self, keys: Keys) -> None:
+        """Says that the first pages of a prompt, `keys` root side first, are in use in the engine's own memory, so that
+        storage does not give them up before those behind them. At most `MAX_USED_PAGES`, the first ones; pages that
+        storage does not have are passed over. Nothing is answered, and nothing is lost where it is not heard."""
 
     @abstractmethod
     def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:

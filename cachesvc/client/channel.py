@@ -31,6 +31,7 @@ from cachekernels.region import Region, Side
 
 from cachesvc.client.base import (
     I32,
+    MAX_USED_PAGES,
     U32,
     Attachment,
     AttachRequest,
@@ -51,7 +52,7 @@ from cachesvc.client.watch import Watch
 from cachesvc.node.arguments import check_keys, check_pages
 from cachesvc.node.events import Event
 from cachesvc.outcomes import Decline, Verb
-from cachesvc.rpc import channel_pb2, codec
+from cachesvc.rpc import channel_pb2, codec, managed_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,12 @@ class ChannelClient(CacheClient):
             self.cancel(op)
             return Lookup(0)
         return found
+
+    def used(self, keys: Keys) -> None:
+        self._enter()
+        check_keys(keys)
+        if self._welcome.takes_used and len(keys) and self._why_unheard() is None:
+            self._post(channel_pb2.ToNode(used=managed_pb2.Used(prefix=keys[:MAX_USED_PAGES].tobytes())))
 
     def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         self._enter()

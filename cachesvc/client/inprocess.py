@@ -46,6 +46,9 @@ class InProcessClient(CacheClient):
     def lookup(self, keys: Keys) -> Lookup:
         return self._node.lookup(self._attached(), keys)
 
+    def used(self, keys: Keys) -> None:
+        self._node.used(self._attached(), keys)
+
     def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         return self._node.prefetch(self._attached(), keys, frames, depths)
 

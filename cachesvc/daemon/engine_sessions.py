@@ -64,6 +64,7 @@ class EngineOpener(SessionOpener):
             has_region=has_region,
             has_pages=session.has_pages,
             tiers=[common_pb2.Tier(name=name) for name in self._node.tier_names],
+            takes_used=bool(self._node.tier_names),
             pid=os.getpid(),
         )
 
@@ -95,6 +96,7 @@ class EngineHandler(SessionHandler):
         self._verbs: dict[str, Callable[[channel_pb2.ToNode, Port], None]] = {
             "lookup": self._lookup,
             "publish": self._publish,
+            "used": self._used,
             "prefetch": self._prefetch,
             "backup": self._backup,
             "cancel": self._cancel,
@@ -182,6 +184,9 @@ class EngineHandler(SessionHandler):
         frames = codec.frames_of(message.publish.frames)
         with _BadFrames():
             self._node.publish(self._session, frames)
+
+    def _used(self, message: channel_pb2.ToNode, port: Port) -> None:
+        self._node.used(self._session, codec.keys_of(message.used.prefix))
 
     def _prefetch(self, message: channel_pb2.ToNode, port: Port) -> None:
         op, (keys, frames, depths) = self._new_op(message.prefetch.op), codec.pages_of(message.prefetch)

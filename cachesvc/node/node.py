@@ -14,7 +14,7 @@ from cachekernels.index import PageIndex
 from cachekernels.pages import object_ids
 from numpy.typing import NDArray
 
-from cachesvc.client.base import AttachRefused, AttachRequest, Declined, Lookup, SessionClosed
+from cachesvc.client.base import MAX_USED_PAGES, AttachRefused, AttachRequest, Declined, Lookup, SessionClosed
 from cachesvc.clock import Clock, SystemClock
 from cachesvc.metrics import Registry
 from cachesvc.node.arguments import check_keys, check_pages
@@ -165,6 +165,13 @@ class Node:
             self._counters.declined.inc(1, Verb.LOOKUP, reason)
         self._counters.lookup_pages.inc(len(keys) - num_pages, "miss")
         return Lookup(num_pages)
+
+    def used(self, session: Session, keys: Keys) -> None:
+        """Pages that the engine has in its own memory are in use. See `CacheClient.used`."""
+        self._check_open(session)
+        check_keys(keys)
+        if session.is_enabled and len(keys):
+            self._parts.tiers.used_together(object_ids(keys[:MAX_USED_PAGES]))
 
     def holds(self, keys: Keys) -> NDArray[np.bool_]:
         """bool[n]: which pages are in regions, or in tiers that know without I/O. For tools: counts nothing."""

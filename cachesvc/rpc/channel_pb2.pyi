@@ -69,7 +69,7 @@ class Opening(_message.Message):
     def __init__(self) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id", "boot_id", "versions", "limits", "namespace", "enabled", "warning", "has_region", "has_pages", "tiers", "pid", "store")
+    __slots__ = ("session_id", "boot_id", "versions", "limits", "namespace", "enabled", "warning", "has_region", "has_pages", "tiers", "pid", "store", "takes_used")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class Welcome(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    TAKES_USED_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     boot_id: bytes
     versions: _common_pb2.Versions
@@ -94,10 +95,11 @@ class Welcome(_message.Message):
     tiers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Tier]
     pid: int
     store: _managed_pb2.StoreOpened
-    def __init__(self, session_id: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., namespace: _Optional[bytes] = ..., enabled: bool = ..., warning: _Optional[str] = ..., has_region: bool = ..., has_pages: bool = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, _Mapping]]] = ..., pid: _Optional[int] = ..., store: _Optional[_Union[_managed_pb2.StoreOpened, _Mapping]] = ...) -> None: ...
+    takes_used: bool
+    def __init__(self, session_id: _Optional[int] = ..., boot_id: _Optional[bytes] = ..., versions: _Optional[_Union[_common_pb2.Versions, _Mapping]] = ..., limits: _Optional[_Union[_common_pb2.Limits, _Mapping]] = ..., namespace: _Optional[bytes] = ..., enabled: bool = ..., warning: _Optional[str] = ..., has_region: bool = ..., has_pages: bool = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, _Mapping]]] = ..., pid: _Optional[int] = ..., store: _Optional[_Union[_managed_pb2.StoreOpened, _Mapping]] = ..., takes_used: bool = ...) -> None: ...
 
 class ToNode(_message.Message):
-    __slots__ = ("call", "lookup", "publish", "prefetch", "backup", "cancel", "drain", "detach", "counters", "ping")
+    __slots__ = ("call", "lookup", "publish", "prefetch", "backup", "cancel", "drain", "detach", "counters", "ping", "used")
     CALL_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     PUBLISH_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +110,7 @@ class ToNode(_message.Message):
     DETACH_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
     call: int
     lookup: Lookup
     publish: Publish
@@ -118,7 +121,8 @@ class ToNode(_message.Message):
     detach: Detach
     counters: CountersRequest
     ping: Ping
-    def __init__(self, call: _Optional[int] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., prefetch: _Optional[_Union[Pages, _Mapping]] = ..., backup: _Optional[_Union[Pages, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., counters: _Optional[_Union[CountersRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
+    used: _managed_pb2.Used
+    def __init__(self, call: _Optional[int] = ..., lookup: _Optional[_Union[Lookup, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., prefetch: _Optional[_Union[Pages, _Mapping]] = ..., backup: _Optional[_Union[Pages, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., counters: _Optional[_Union[CountersRequest, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., used: _Optional[_Union[_managed_pb2.Used, _Mapping]] = ...) -> None: ...
 
 class Lookup(_message.Message):
     __slots__ = ("op", "keys")

@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from cachekernels.tree import RadixTree
-from cachekernels.tree_types import HOST, Match, NodeId
+from cachekernels.tree_types import HOST, U32, Match, NodeId
 
 from cachesvc.outcomes import PrefetchEnd
 from engine_plugin.hicache.counts import CacheCounts
@@ -35,6 +36,7 @@ MAX_TRIES = 8
 POLLS_BETWEEN_TRIES = 8
 SILENCE_S = 30.0
 """How long a read may bring nothing before those who wait for all of it go on without."""
+NOTHING = np.empty(0, np.uint32)
 TRY_AGAIN = frozenset({PrefetchEnd.NO_FRAMES, PrefetchEnd.DECLINED, PrefetchEnd.ANCHOR_NOT_ON_HOST})
 
 
@@ -122,6 +124,11 @@ class Prefetcher:
         self._try(request, fetch)
         self._fetches[request] = fetch
 
+    def use(self, prompt: U32, scope: bytes, num_pages: int) -> None:
+        """A request has arrived that wants nothing of storage; the engine has its first `num_pages` at least."""
+        match = self._tree.match(prompt, scope, adopt=False)
+        self._reads.use(match.node, prompt[match.num_pages * self._page_size : num_pages * self._page_size])
+
     def ready(self, request: Request) -> bool:
         """Nothing more is worth waiting for."""
         fetch = self._fetches.get(request)
@@ -187,6 +194,8 @@ class Prefetcher:
         match = self._tree.match(handle.prompt[: num_pages * size], handle.scope)
         if match.adopted_pages:
             self._on_adopted(match)
+        if fetch.num_tries == 1:
+            self._reads.use(match.node, NOTHING)
         missing = num_pages - match.num_pages
         if missing < self._threshold_pages:
             self._counts.prefetches.inc(1, PrefetchEnd.BELOW_THRESHOLD)

@@ -35,7 +35,7 @@ from cachekernels.tree import RadixTree
 from cachekernels.tree_types import DEVICE, HOST, I32, I64, U32, Keys, NodeId, NodeInfo
 from numpy.typing import NDArray
 
-from cachesvc.client.base import CacheClient, Declined
+from cachesvc.client.base import MAX_USED_PAGES, CacheClient, Declined
 from cachesvc.node.events import LookupDone, PagesRead
 from cachesvc.outcomes import PrefetchEnd
 from engine_plugin.hicache.base import no_pages
@@ -131,6 +131,15 @@ class Reads:
     def find(self, keys: Keys) -> Read | None:
         """A read in progress that begins with the same page."""
         return self._by_first_key.get(keys[0].tobytes())
+
+    def use(self, node: NodeId, behind: U32) -> None:
+        """The pages of a prompt up to the end of `node`, and those of the tokens `behind` it, are here: storage, which
+        is not asked for them, is told that they are in use."""
+        keys = self._tree.path_keys(node, MAX_USED_PAGES)
+        if len(behind):
+            keys = np.concatenate([keys, self._tree.keys_after(node, behind)])
+        if len(keys):
+            self._client.used(keys)
 
     def ask(self, anchor: NodeId, first_page: int, tokens: U32, keys: Keys) -> Read:
         """Look `keys` up, and go on with the hit as soon as it is known. Never blocks; the read may be OVER at once."""

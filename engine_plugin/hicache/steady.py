@@ -88,6 +88,12 @@ class SteadyClient(CacheClient):
             self._ops[lookup.pending_op] = _OpenOp(Verb.LOOKUP, np.zeros(len(keys), np.bool_))
         return lookup
 
+    def used(self, keys: Keys) -> None:
+        try:
+            self._client.used(keys)
+        except SessionClosed:
+            self._met(ClientFault.SESSION_CLOSED)
+
     def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         try:
             answer = self._client.prefetch(keys, frames, depths)

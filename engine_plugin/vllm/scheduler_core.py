@@ -156,6 +156,8 @@ class SchedulerCore:
         num_pages = self._cacheable_pages(request)
         if num_pages - num_device_pages >= self._threshold_pages:
             self._prefetch.start(tracked.open_lookup(next(self._numbers), num_pages))
+        else:
+            self._prefetch.use(tracked.words(num_pages), scope, num_device_pages)
 
     def external_pages(self, request_id: str, first_page: int) -> int | None:
         """How many pages from `first_page` on a load would bring; None: not known yet, ask again.

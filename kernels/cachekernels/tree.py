@@ -167,6 +167,10 @@ class RadixTree:
         """Keys, uint8 [n, 32], of the whole pages of `tokens` if they followed the end of `node`."""
         return self._tree.keys_after(node, tokens)
 
+    def path_keys(self, node: NodeId, max_pages: int) -> Keys:
+        """Keys, uint8 [n, 32], of the pages from the root to the end of `node`, the first `max_pages` of them."""
+        return self._tree.path_keys(node, max_pages)
+
     def lock(self, node: NodeId, tier: int) -> None:
         """Keeps the node and all above it from leaving a tier (DEVICE or HOST). Counts; O(path)."""
         self._tree.lock(node, tier)

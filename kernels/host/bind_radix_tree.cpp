@@ -91,6 +91,10 @@ class PyRadixTree {
         return array_of(alone([&] { return tree_.keys_after(node, given); }), key_bytes);
     }
 
+    NumpyArray<uint8_t> path_keys(NodeId node, size_t max_pages) {
+        return array_of(alone([&] { return tree_.path_keys(node, max_pages); }), key_bytes);
+    }
+
     void lock(NodeId node, int tier) {
         const std::lock_guard guard(mutex_);
         tree_.lock(node, tier_of(tier));
@@ -250,6 +254,7 @@ void bind_tree(nb::module_& m) {
         .def("insert", &PyRadixTree::insert, "tokens"_a, "pages"_a, "scope"_a, "first_new_page"_a)
         .def("insert_host", &PyRadixTree::insert_host, "node"_a, "tokens"_a, "frames"_a, "keys"_a, "stored"_a)
         .def("keys_after", &PyRadixTree::keys_after, "node"_a, "tokens"_a)
+        .def("path_keys", &PyRadixTree::path_keys, "node"_a, "max_pages"_a)
         .def("lock", &PyRadixTree::lock, "node"_a, "tier"_a)
         .def("unlock", &PyRadixTree::unlock, "node"_a, "tier"_a)
         .def("evict_device", &PyRadixTree::evict_device, "num_pages"_a)

@@ -175,6 +175,17 @@ std::vector<uint8_t> RadixTree::keys_after(NodeId node, Tokens tokens) {
     return keys;
 }
 
+std::vector<uint8_t> RadixTree::path_keys(NodeId id, size_t max_pages) {
+    Node* last = nodes_.get(id);
+    nodes_.ensure_keys(last);
+    std::vector<uint8_t> keys;
+    for (const Node* node : path(last)) {
+        const size_t wanted = std::min(node->keys.size(), max_pages * key_bytes - keys.size());
+        keys.insert(keys.end(), node->keys.begin(), node->keys.begin() + static_cast<std::ptrdiff_t>(wanted));
+    }
+    return keys;
+}
+
 PagesAndFrames RadixTree::clear() {
     size_t locks[2] = {0, 0};
     for (const Node& node : nodes_.slab())

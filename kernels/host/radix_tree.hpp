@@ -95,6 +95,7 @@ class RadixTree {
     InsertResult insert(Tokens tokens, Places pages, const Scope& scope, uint32_t first_new_page);
     HostInsertResult insert_host(NodeId node, Tokens tokens, Places frames, const uint8_t* keys, bool stored);
     std::vector<uint8_t> keys_after(NodeId node, Tokens tokens);
+    std::vector<uint8_t> path_keys(NodeId node, size_t max_pages);  // of the first pages from the root to its end
     void lock(NodeId node, Tier tier) { lock(nodes_.get(node), tier); }
     void unlock(NodeId node, Tier tier) { unlock(nodes_.get(node), tier); }
     PagesAndFrames clear();

@@ -21,6 +21,7 @@ from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Decline, OpEnd
 from storage_backends.base import Outcome
+from storage_backends.registry import open_backend
 from tests.helpers.channels import RunningDoor
 from tests.oracles.pages import HANG_S, IDENTITY, Engine, ScriptedBackend, chain, depths, indices, memory_backend
 
@@ -145,6 +146,7 @@ def test_with_the_cache_off_everything_is_declined_and_nothing_found(subject: Su
     assert engine.client.prefetch(KEYS[:1], FRAMES[:1], depths(KEYS[:1])) == Declined(Decline.CACHE_OFF)
     assert engine.client.backup(KEYS[:1], FRAMES[:1], depths(KEYS[:1])) == Declined(Decline.CACHE_OFF)
     engine.client.publish(FRAMES[:1])
+    engine.client.used(KEYS)
     assert engine.client.poll() == []
 
 
@@ -156,6 +158,7 @@ def test_before_attach_and_after_detach_every_verb_says_so(subject: Subject) -> 
             lambda: client.prefetch(KEYS, FRAMES, depths(KEYS)),
             lambda: client.backup(KEYS, FRAMES, depths(KEYS)),
             lambda: client.publish(FRAMES),
+            lambda: client.used(KEYS),
             lambda: client.cancel(1),
             lambda: client.drain(0.0),
         ]
@@ -299,6 +302,23 @@ def test_pages_are_stored_and_the_next_engine_has_them(subject: Subject) -> None
     assert hit(engine, KEYS) == 8
     op = engine.backup(KEYS, FRAMES)  # frames of this engine hold nothing
     assert engine.wait(op) in (OpEnd.COMPLETED, OpEnd.BAD_PAGE)
+
+
+def test_what_an_engine_uses_by_itself_stays_in_storage(subject: Subject) -> None:
+    """Of what was used together the deepest leaves first; what storage does not have is passed over."""
+    others, more = chain(11, 8), chain(12, 4)
+    num_bytes = 16 * (IDENTITY.page_bytes() + 128)
+    subject.backend.inner = open_backend("memory", {"capacity_bytes": num_bytes})
+    stored(subject)
+    stored(subject, others)
+    engine = subject.engine()
+    engine.client.used(np.concatenate([KEYS, chain(13, 3)]))
+    engine.client.used(KEYS[:0])
+    engine.client.used(chain(14, 5000))
+    assert engine.client.lookup(KEYS[:1]).num_pages == 1  # all of it has been heard
+    stored(subject, more)
+    assert hit(engine, KEYS) == 8
+    assert hit(engine, others) == 4
 
 
 def test_more_than_may_wait_is_declined_until_some_are_stored(subject: Subject, gate: Gate) -> None:

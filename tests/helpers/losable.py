@@ -82,6 +82,10 @@ class LosableClient(InProcessClient):
             self.lookups.add(lookup.pending_op)
         return lookup
 
+    def used(self, keys: Keys) -> None:
+        if self._is_here():
+            super().used(keys)
+
     def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         if not self._is_here():
             return Declined(Decline.NODE_AWAY)

@@ -179,6 +179,9 @@ class TreePair:
         if keys is None:
             return
         assert np.array_equal(*keys)
+        for max_pages in (3, 1 << 20):
+            paths = self.both(lambda tree, side, max_pages=max_pages: tree.path_keys(anchor[side], max_pages))
+            assert paths is not None and np.array_equal(*paths)
         frames = self.frames.take(len(symbols))
         answers = self.both(lambda tree, side: tree.insert_host(anchor[side], tokens, frames, keys[0], stored=stored))
         assert answers is not None

@@ -165,6 +165,9 @@ class ScriptedBackend(StorageBackend):
         self.writes.update(row.tobytes() for row in ids)
         return self._call("put", ids, lambda: self.inner.put_from(ids, segments, guard))
 
+    def touch(self, ids):
+        self.inner.touch(ids)
+
     def delete(self, ids):
         return self._call("delete", ids, lambda: self.inner.delete(ids))
 

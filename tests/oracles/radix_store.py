@@ -174,6 +174,11 @@ class NodeStore:
         below = self._get(node)
         return key_rows(self._chain(below, self._last_key(below), ints(tokens)))
 
+    def path_keys(self, node: int, max_pages: int) -> Keys:
+        below = self._get(node)
+        self._last_key(below)
+        return key_rows([key for above in below.path() if above.n for key in above.keys or ()][:max_pages])
+
     # ---------------------------------------------------------------- locks
     def lock(self, node: int, tier: int) -> None:
         self._lock(self._get(node), tier)

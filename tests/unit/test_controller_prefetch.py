@@ -18,7 +18,7 @@ from engine_plugin.hicache.config import PrefetchPolicy, WritePolicy
 from engine_plugin.hicache.prefetch import MAX_TRIES, POLLS_BETWEEN_TRIES, SILENCE_S
 from storage_backends.base import Outcome, StorageBackend, outcomes
 from storage_backends.memory.backend import open_backend
-from tests.helpers.caches import CONFIG, PAGE, Rig, prompt
+from tests.helpers.caches import CONFIG, IDENTITY, PAGE, Rig, prompt
 from tests.oracles.pages import ScriptedBackend
 
 SLICE = NodeOptions(slice_pages=2)
@@ -71,6 +71,23 @@ def finish(rig: Rig, handle: CacheHandle) -> None:
     rig.cache.close(handle, handle.prompt, CloseReason.FINISHED)
     rig.settle()
     rig.cache.check()
+
+
+# ---- what is used and not asked for
+
+
+def test_a_prompt_that_grew_in_the_engine_is_whole_in_storage() -> None:
+    """Its beginning never leaves the device, and others push pages out of storage."""
+    small = open_backend({"capacity_bytes": 20 * (IDENTITY.page_bytes() + 128)})
+    with new_rig(ScriptedBackend(small, persistent=True), device_pages=128, num_host_frames=128) as rig:
+        rig.backend.close = lambda: None  # type: ignore[method-assign]
+        for end in range(2, 13, 2):
+            rig.run(TOKENS[: end * PAGE + 1])
+            rig.settle()
+            rig.run(prompt(100 + end, 3 * PAGE + 1))
+            rig.settle()
+    with new_rig(small) as rig:
+        assert rig.run(TOKENS).storage == 12 * PAGE
 
 
 # ---- thresholds and declines

@@ -12,7 +12,7 @@ from cachesvc.client.base import AttachRequest
 from cachesvc.identity import Identity
 from cachesvc.node.events import LookupDone, OpEnded, PagesRead, PagesStored
 from cachesvc.outcomes import OpEnd, Reject
-from cachesvc.rpc import channel_pb2, codec, common_pb2
+from cachesvc.rpc import channel_pb2, codec, common_pb2, managed_pb2
 from cachesvc.rpc.codec import BadMessage
 from cachesvc.rpc.framing import FrameReader, FrameTooLong, to_frame
 
@@ -51,6 +51,7 @@ def messages():
         "publish": channel_pb2.ToNode(publish=channel_pb2.Publish(frames=codec.frames_bytes(FRAMES))),
         "prefetch": channel_pb2.ToNode(prefetch=pages),
         "backup": channel_pb2.ToNode(backup=pages),
+        "used": channel_pb2.ToNode(used=managed_pb2.Used(prefix=KEYS.tobytes())),
         "cancel": channel_pb2.ToNode(cancel=channel_pb2.Cancel(op=9)),
         "drain": channel_pb2.ToNode(call=3, drain=channel_pb2.Drain(timeout_s=0.5)),
         "events": channel_pb2.ToClient(

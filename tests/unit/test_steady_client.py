@@ -39,6 +39,9 @@ class ScriptedClient(CacheClient):
         self._check()
         return self.lookup_answer
 
+    def used(self, keys: Keys) -> None:
+        self._check()
+
     def prefetch(self, keys: Keys, frames: I32, depths: U32) -> int | Declined:
         return self._op()
 

@@ -12,7 +12,8 @@ from engine_plugin.hicache.config import WritePolicy
 from engine_plugin.vllm.events import PagesStored
 from engine_plugin.vllm.scheduler_core import STORE_PATIENCE_S
 from engine_plugin.vllm.stats import Deltas, merge
-from tests.helpers.vllm_engine import PAGE, Engine, prompt
+from storage_backends.memory.backend import open_backend
+from tests.helpers.vllm_engine import IDENTITY, PAGE, Engine, prompt
 from tests.oracles.pages import memory_backend
 
 
@@ -62,6 +63,25 @@ def test_a_page_comes_from_storage_when_host_and_device_forgot_it() -> None:
         again = engine.run(tokens)
         assert (again.num_external, again.sources) == (8 * PAGE, (0, 8))
         engine.check()
+
+
+@pytest.mark.parametrize(("threshold_pages", "has_host_part"), [(1, True), (4, True), (4, False)])
+def test_a_prompt_that_grew_in_the_engine_is_whole_in_storage(threshold_pages: int, has_host_part: bool) -> None:
+    """Its beginning never leaves vLLM's own blocks, and others push pages out of storage; whether storage is asked for
+    its end, or for nothing."""
+    backend = open_backend({"capacity_bytes": 20 * (IDENTITY.page_bytes() + 128)})
+    backend.close = lambda: None  # type: ignore[method-assign]
+    tokens = prompt(7, 12 * PAGE + 1)
+    with Engine(backend=backend, num_blocks=128, prefetch_threshold_tokens=threshold_pages * PAGE) as engine:
+        for end in range(2, 13, 2):
+            engine.run(tokens[: end * PAGE + 1])
+            engine.settle()
+            engine.run(prompt(100 + end, 3 * PAGE + 1))
+            engine.settle()
+            if not has_host_part:
+                engine.forget_host()
+    with Engine(backend=backend, num_blocks=128) as engine:
+        assert engine.run(tokens).sources == (0, 12)
 
 
 # ---------------------------------------------------------------- one copy for all
