@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_spec
+from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_observability, get_spec
 
 from engine_plugin.models.checkpoint import FilesSeen
 from engine_plugin.sglang.identity import model_identity
@@ -26,6 +26,13 @@ FILES_SEEN = FilesSeen()
 def identity_in_effect(revision: str | None) -> str:
     """Names this engine's model. IdentityUnknown."""
     return model_identity(_in_effect(), revision, FILES_SEEN)
+
+
+def metric_labels(*, tp_rank: int, dp_rank: int, pp_rank: int, attn_cp_rank: int) -> dict[str, str]:
+    """The labels of SGLang's own storage metrics that tell ranks apart, and the operator's."""
+    ranks = {"tp_rank": tp_rank, "dp_rank": dp_rank, "pp_rank": pp_rank, "attn_cp_rank": attn_cp_rank}
+    labels = {**ranks, **(get_observability().extra_metric_labels or {})}
+    return {name: str(value) for name, value in labels.items()}
 
 
 def _in_effect() -> SimpleNamespace:

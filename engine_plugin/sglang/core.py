@@ -179,6 +179,7 @@ class StorageCore:
                     batch.num_bytes = batch.num_pages * store.page_bytes
         except ValueError as error:
             logger.error("%s of %d pages of pool %r: %s", way.value, len(hashes), pool, error)
+            self.gate.not_asked(StoreVerb.GET if way is Way.PREFETCH else StoreVerb.PUT, len(hashes))
             return [False] * len(hashes)
         moved: list[bool] = is_good.tolist()
         return moved

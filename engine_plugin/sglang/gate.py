@@ -93,6 +93,10 @@ class Gate:
         finally:
             circuit.record(ticket, verdict)
 
+    def not_asked(self, verb: StoreVerb, num_pages: int) -> None:
+        """Pages of a call that could not be made of what SGLang gave: they count as FAILED."""
+        self._count(verb, _counts_of(outcomes(num_pages, Outcome.FAILED)))
+
     def tally(self) -> I64:
         """Pages so far, [verb, outcome] in the order of `VERBS` and `Outcome`."""
         with self._lock:

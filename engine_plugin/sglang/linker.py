@@ -27,12 +27,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from sglang.srt.runtime_context import get_parallel
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.sglang.arguments import identity_in_effect
+from engine_plugin.sglang.arguments import identity_in_effect, metric_labels
 from engine_plugin.sglang.config import LINKER_WHERE, LinkerConfig, parse_linker_config
 from engine_plugin.sglang.core import KV, StorageCore
 from engine_plugin.sglang.host_pages import StraightPages, pages_in_buffers
 from engine_plugin.sglang.identity import PoolIdentity
-from engine_plugin.sglang.linker_core import LinkerCore
+from engine_plugin.sglang.linker_core import OF_LINKER, LinkerCore
+from engine_plugin.sglang.metrics import PageSeries
 from engine_plugin.sglang.rank_store import PoolPlan
 from engine_plugin.sglang.storage import GEOMETRY, HEADS, slots_of
 
@@ -72,6 +73,7 @@ class CachesvcLinker(UnifiedCacheLinker):
             self.layer_done_counter,
             max_held_pages=max(1, config.memory_bytes // pages.page_bytes // HELD_PART),
         )
+        self._series = _new_series() if params.enable_metrics else None
         logger.warning("the cachesvc linker is experimental")
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
@@ -102,6 +104,7 @@ class CachesvcLinker(UnifiedCacheLinker):
         return self._linker.offload(kv.keys or [], slots_of(kv.device_indices), wait_ready)
 
     def num_completed_offloads(self) -> int:
+        self._observe()  # SGLang asks at each of its steps, and for no statistics
         return self._linker.num_offloaded()
 
     def pop_completed_offload(self) -> bool:
@@ -112,6 +115,16 @@ class CachesvcLinker(UnifiedCacheLinker):
 
     def close(self) -> None:
         self._linker.close()
+        self._observe()
+
+    def _observe(self) -> None:
+        if self._series is not None:
+            self._series.observe(self._linker.tally())
+
+
+def _new_series() -> PageSeries:
+    """Of the one rank that is supported."""
+    return PageSeries(metric_labels(tp_rank=0, dp_rank=0, pp_rank=0, attn_cp_rank=0), OF_LINKER)
 
 
 def _check_supported(pool: Any, params: CacheInitParams, components: set[ComponentType]) -> None:

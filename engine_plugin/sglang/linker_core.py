@@ -12,7 +12,8 @@ request, at most `MAX_HOLDS` and `max_held_pages`, for `HOLD_S`; the oldest make
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from cachesvc.clock import Clock, SystemClock
 from engine_plugin.sglang.core import KV, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
 from engine_plugin.sglang.host_pages import HostPages, PageView
+from engine_plugin.sglang.metrics import OF_STORES, Names
 from engine_plugin.sglang.pool_store import NOWHERE
 from storage_backends.base import Outcome
 
@@ -43,14 +45,49 @@ NO_BATCH = -1
 
 
 class Refusal(StrEnum):
-    """Why the linker did not do what it was asked, counted."""
+    """Why the linker did not do what it was asked; pages are counted."""
 
-    HOLD_EXPIRED = "hold_expired"  # looked up, and not loaded for too long, or others needed the room
+    HOLD_LOST = "hold_lost"  # found, and the connection that held them was gone
+    HOLD_EXPIRED = "hold_expired"  # looked up, and not loaded for too long
+    HOLD_DISPLACED = "hold_displaced"  # looked up, and later requests needed the room
     NOT_HELD = "not_held"  # a load whose pages the node need not have any more
     BAD_SLOTS = "bad_slots"
-    LOAD_FAILED = "load_failed"  # pages of a load that had been started
+    LOAD_FAILED = "load_failed"  # of a load that had been started
     OFFLOAD_QUEUE_FULL = "offload_queue_full"
     OFFLOAD_RESET = "offload_reset"
+    OFFLOAD_FAILED = "offload_failed"  # it raised; what the node did not take is counted as a put's outcome
+
+
+OF_LINKER: Names = (
+    *OF_STORES,
+    *(("lookup", str(reason)) for reason in (Refusal.HOLD_LOST, Refusal.HOLD_EXPIRED, Refusal.HOLD_DISPLACED)),
+    *(("load", str(reason)) for reason in (Refusal.NOT_HELD, Refusal.BAD_SLOTS, Refusal.LOAD_FAILED)),
+    *(("offload", str(reason)) for reason in (Refusal.OFFLOAD_QUEUE_FULL, Refusal.OFFLOAD_RESET)),
+    ("offload", str(Refusal.OFFLOAD_FAILED)),
+)
+"""What a linker counts, in the order of `LinkerCore.tally`."""
+
+
+class Refused:
+    """Pages by reason. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pages = dict.fromkeys(Refusal, 0)
+
+    def add(self, reason: Refusal, num_pages: int) -> None:
+        """So many pages more."""
+        with self._lock:
+            self._pages[reason] += num_pages
+
+    def tally(self) -> I64:
+        """Pages so far, in the order of `Refusal`."""
+        with self._lock:
+            return np.array(list(self._pages.values()), np.int64)
+
+    def counts(self) -> dict[Refusal, int]:
+        """The same by reason; what never occurred is left out."""
+        return {reason: count for reason, count in zip(Refusal, self.tally().tolist(), strict=True) if count}
 
 
 class LoadCounter(Protocol):
@@ -88,6 +125,14 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Pages on their way to the node. Its result: whether the node has all of them."""
+
+    future: Future[bool]
+    num_pages: int
+
+
+@dataclass(frozen=True)
 class Load:
     """A prefix on its way to device slots."""
 
@@ -111,7 +156,7 @@ class LinkerCore:
         clock: Clock | None = None,
     ) -> None:
         """`core`: opened, its anchor pool is `pages`; the linker owns it."""
-        self.refusals: Counter[Refusal] = Counter()
+        self.refused = Refused()
         self._core = core
         self._pages = pages
         self._counter = counter
@@ -120,7 +165,7 @@ class LinkerCore:
         self._found: dict[str, Held] = {}  # by request, the oldest first
         self._queued: dict[str, Load] = {}
         self._loads: list[Future[None]] = []
-        self._offloads: deque[Future[bool]] = deque()
+        self._offloads: deque[Offload] = deque()
         self._loader = ThreadPoolExecutor(1, "cachesvc-load")
         self._offloader = ThreadPoolExecutor(1, "cachesvc-offload")
 
@@ -135,15 +180,15 @@ class LinkerCore:
         """Queues what the request's lookup found, or its beginning. False: it is to be computed."""
         held = self._found.pop(request_id, None)
         if held is None or not held.has(hashes):
-            return self._refuse_load(Refusal.NOT_HELD, held)
+            return self._refuse_load(Refusal.NOT_HELD, held, len(hashes))
         try:
             view = self._pages.targets(slots)
         except ValueError as error:
             logger.error("a load of %d pages: %s", len(hashes), error)
-            return self._refuse_load(Refusal.BAD_SLOTS, held)
+            return self._refuse_load(Refusal.BAD_SLOTS, held, len(hashes))
         if len(view.addresses) != len(hashes):
             logger.error("a load of %d pages to slots of %d", len(hashes), len(view.addresses))
-            return self._refuse_load(Refusal.BAD_SLOTS, held)
+            return self._refuse_load(Refusal.BAD_SLOTS, held, len(hashes))
         self.cancel(request_id)
         self._queued[request_id] = Load(held, view)
         return True
@@ -173,18 +218,24 @@ class LinkerCore:
         """Queues pages to be kept by the node. False: too many wait. `wait_ready`: blocks until the device pool holds
         them; runs in a thread of the linker."""
         if len(self._offloads) >= MAX_OFFLOADS:
-            self.refusals[Refusal.OFFLOAD_QUEUE_FULL] += len(hashes)
+            self.refused.add(Refusal.OFFLOAD_QUEUE_FULL, len(hashes))
             return False
-        self._offloads.append(self._offloader.submit(self._run_offload, list(hashes), slots, wait_ready))
+        future = self._offloader.submit(self._run_offload, list(hashes), slots, wait_ready)
+        self._offloads.append(Offload(future, len(hashes)))
         return True
 
     def num_offloaded(self) -> int:
         """How many of the oldest offloads are over and have not been taken."""
-        return next((index for index, future in enumerate(self._offloads) if not future.done()), len(self._offloads))
+        offloads = enumerate(self._offloads)
+        return next((index for index, offload in offloads if not offload.future.done()), len(self._offloads))
 
     def take_offloaded(self) -> bool:
         """The oldest offload that is over: whether the node has all of its pages."""
-        return self._offloads.popleft().result()
+        return self._offloads.popleft().future.result()
+
+    def tally(self) -> I64:
+        """Pages so far, in the order of `OF_LINKER`: what the node was asked, and what was refused before it."""
+        return np.concatenate([self._core.gate.tally().ravel(), self.refused.tally()])
 
     def reset(self) -> None:
         """Returns when nothing touches the device pool any more; what was looked up or waited is forgotten. The node
@@ -193,9 +244,10 @@ class LinkerCore:
             self.cancel(request_id)
         while self._found:
             self._forget_oldest()
-        self.refusals[Refusal.OFFLOAD_RESET] += sum(future.cancel() for future in self._offloads)
+        num_reset = sum(offload.num_pages for offload in self._offloads if offload.future.cancel())
+        self.refused.add(Refusal.OFFLOAD_RESET, num_reset)
         wait(self._loads)
-        wait(self._offloads)
+        wait([offload.future for offload in self._offloads])
         self._loads.clear()
         self._offloads.clear()
         self._counter.reset()
@@ -206,7 +258,7 @@ class LinkerCore:
         self._loader.shutdown()
         self._offloader.shutdown()
         self._core.close()
-        logger.info("refused, by reason: %s", {str(reason): count for reason, count in self.refusals.items() if count})
+        logger.info("pages refused, by reason: %s", self.refused.counts())
 
     def _look(self, request_id: str, hashes: list[str]) -> Held | None:
         self._forget(request_id)
@@ -215,13 +267,14 @@ class LinkerCore:
         if hold is None:
             return None
         if (hold.outcomes == Outcome.THROTTLED).any() and self._found:
-            self._expire_oldest()  # for the next lookup, of this request perhaps
+            self._expire_oldest(Refusal.HOLD_DISPLACED)  # for the next lookup, of this request perhaps
         if not hold.num_pages or not hold.is_kept:
+            self.refused.add(Refusal.HOLD_LOST, hold.num_pages)
             hold.release()
             return None
         held = self._found[request_id] = Held(hashes, hold, self._clock.now() + HOLD_S)
         while len(self._found) > 1 and self._is_over():
-            self._expire_oldest()
+            self._expire_oldest(Refusal.HOLD_DISPLACED)
         return held
 
     def _is_over(self) -> bool:
@@ -231,10 +284,10 @@ class LinkerCore:
     def _forget_expired(self) -> None:
         now_s = self._clock.now()
         while self._found and next(iter(self._found.values())).until_s <= now_s:
-            self._expire_oldest()
+            self._expire_oldest(Refusal.HOLD_EXPIRED)
 
-    def _expire_oldest(self) -> None:
-        self.refusals[Refusal.HOLD_EXPIRED] += 1
+    def _expire_oldest(self, reason: Refusal) -> None:
+        self.refused.add(reason, next(iter(self._found.values())).hold.num_pages)
         self._forget_oldest()
 
     def _forget_oldest(self) -> None:
@@ -245,8 +298,8 @@ class LinkerCore:
         if held is not None:
             held.hold.release()
 
-    def _refuse_load(self, reason: Refusal, held: Held | None) -> bool:
-        self.refusals[reason] += 1
+    def _refuse_load(self, reason: Refusal, held: Held | None, num_pages: int) -> bool:
+        self.refused.add(reason, num_pages)
         if held is not None:
             held.hold.release()
         return False
@@ -255,17 +308,22 @@ class LinkerCore:
 
     def _run_loads(self, index: int, loads: list[Load]) -> None:
         """A whole page is copied at once, so that all layers arrive together."""
+        error: Exception | None = None
         try:
             num_failed = sum(self._num_failed(load) for load in loads)
             if num_failed:
-                self.refusals[Refusal.LOAD_FAILED] += num_failed
-                raise RegionError(f"{num_failed} pages of a load are no longer there")
-        except Exception as error:  # whatever it is, SGLang waits for the batch
+                error = RegionError(f"{num_failed} pages of a load are no longer there")
+        except Exception as raised:  # whatever it is, SGLang waits for the batch
+            num_failed, error = sum(len(load.view.addresses) for load in loads), raised
+            for load in loads:
+                load.held.hold.release()
+        if error is not None:
             logger.error("a batch of %d loads failed, which ends its requests: %s", len(loads), error)
+            self.refused.add(Refusal.LOAD_FAILED, num_failed)
             self._counter.fail(index, error)
-        else:
-            for layer in range(self._counter.num_layers):
-                self._counter.complete(index, layer)
+            return
+        for layer in range(self._counter.num_layers):
+            self._counter.complete(index, layer)
 
     def _num_failed(self, load: Load) -> int:
         count = len(load.view.addresses)
@@ -282,4 +340,5 @@ class LinkerCore:
             return all(self._core.put(KV, hashes, slots, NOWHERE, self._core.gate.deadline(StoreVerb.PUT)))
         except Exception:  # whatever it is, SGLang waits for the answer
             logger.exception("an offload of %d pages failed", len(hashes))
+            self.refused.add(Refusal.OFFLOAD_FAILED, len(hashes))
             return False

@@ -8,7 +8,7 @@ includes what no node can count, calls that were given up or not made at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 NAME = "sglang:cachesvc_pages"
 HELP = "Pages asked of cachesvc, by what was asked and what came of it (of clear: calls)"
+Names = Sequence[tuple[str, str]]
+"""What was asked, and what came of it."""
+OF_STORES: Names = tuple((str(verb), outcome.name.lower()) for verb in VERBS for outcome in Outcome)
+"""In the order of `Gate.tally`."""
 
 
 class PageSeries:
-    """The series of one rank: one for each verb and outcome, at zero from the start. `labels` name the rank. For one
-    thread at a time; a process has one set of label names."""
+    """The series of one rank: one for each of `names`, at zero from the start. `labels` name the rank. For one thread
+    at a time; a process has one set of label names."""
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
+    def __init__(self, labels: Mapping[str, str], names: Names = OF_STORES) -> None:
         family = _family(tuple(labels))
-        self._series = [
-            [family.labels(*labels.values(), str(verb), outcome.name.lower()) for outcome in Outcome] for verb in VERBS
-        ]
-        self._seen: NDArray[np.int64] = np.zeros((len(VERBS), len(Outcome)), np.int64)
+        self._series = [family.labels(*labels.values(), verb, outcome) for verb, outcome in names]
+        self._seen: NDArray[np.int64] = np.zeros(len(names), np.int64)
 
     def observe(self, tally: NDArray[np.int64]) -> None:
-        """`tally` [verb, outcome]: all pages of one storage so far (`Gate.tally`)."""
-        new = tally - self._seen
-        if not new.any():
-            return
-        for verb, outcome in np.argwhere(new).tolist():
-            self._series[verb][outcome].inc(int(new[verb, outcome]))
-        self._seen = tally
+        """`tally`: all pages so far, as many numbers as there are names, in their order."""
+        new = tally.ravel() - self._seen
+        for index in np.flatnonzero(new).tolist():
+            self._series[index].inc(int(new[index]))
+        self._seen = self._seen + new
 
 
 @cache

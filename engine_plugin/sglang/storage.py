@@ -27,10 +27,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKOnlyPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_observability
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.sglang.arguments import identity_in_effect
+from engine_plugin.sglang.arguments import identity_in_effect, metric_labels
 from engine_plugin.sglang.config import WHERE, parse_config
 from engine_plugin.sglang.core import KV, PoolNeed, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
@@ -245,11 +244,11 @@ class CachesvcStorage(HiCacheStorage):
             self._series.observe(self._core.gate.tally())
 
     def _new_series(self) -> PageSeries:
-        """Under the labels of SGLang's own storage metrics that tell ranks apart, and the operator's."""
         ranks = self._ranks
-        own = {"tp_rank": ranks.tp_rank, "dp_rank": ranks.dp_rank, "pp_rank": ranks.pp_rank}
-        labels = {**own, "attn_cp_rank": ranks.attn_cp_rank, **(get_observability().extra_metric_labels or {})}
-        return PageSeries({name: str(value) for name, value in labels.items()})
+        labels = metric_labels(
+            tp_rank=ranks.tp_rank, dp_rank=ranks.dp_rank, pp_rank=ranks.pp_rank, attn_cp_rank=ranks.attn_cp_rank
+        )
+        return PageSeries(labels)
 
     def _note_prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
         """Says once that SGLang keeps to itself which prefix is in use."""

@@ -86,7 +86,7 @@ class Rank:
         return self.taken()
 
     def taken(self):
-        self.linker._offloads[0].result(HANG_S)
+        self.linker._offloads[0].future.result(HANG_S)
         assert self.linker.num_offloaded()
         return self.linker.take_offloaded()
 
@@ -206,7 +206,7 @@ def test_a_load_of_less_than_was_found_and_of_something_else(rank):
     assert not rank.load("c", hashes(2), [20]), "one page of slots"
     rank.linker.lookup("d", hashes(4))
     assert not rank.load("d", hashes(1), [NUM_PAGES])
-    assert rank.linker.refusals == {Refusal.NOT_HELD: 2, Refusal.BAD_SLOTS: 2}
+    assert rank.linker.refused.counts() == {Refusal.NOT_HELD: 4, Refusal.BAD_SLOTS: 3}
     assert rank.linker.start() == -1
 
 
@@ -228,7 +228,7 @@ def test_a_hold_does_not_last_and_the_load_is_refused(door, rank):
     rank.linker.lookup("b", hashes(1))
     assert num_held(door) == 1
     assert not rank.load("a", hashes(4), range(20, 24))
-    assert rank.linker.refusals == {Refusal.HOLD_EXPIRED: 1, Refusal.NOT_HELD: 1}
+    assert rank.linker.refused.counts() == {Refusal.HOLD_EXPIRED: 4, Refusal.NOT_HELD: 4}
 
 
 def test_the_oldest_holds_make_room(door):
@@ -239,13 +239,14 @@ def test_the_oldest_holds_make_room(door):
         assert rank.linker.lookup("b", hashes(4, 10)) == 4
         assert not rank.load("a", hashes(4), range(4))
         assert rank.load("b", hashes(4, 10), range(4))
+        assert rank.linker.refused.counts() == {Refusal.HOLD_DISPLACED: 4, Refusal.NOT_HELD: 4}
 
 
 def test_where_the_node_says_that_too_much_is_held_the_oldest_makes_room(door):
     with Rank(f"unix://{door.path}", max_held_pages=FRAMES) as rank:
         rank.offload(hashes(4), range(4))
         assert [rank.linker.lookup(name, hashes(4)) for name in "abcdeff"] == [4] * 5 + [0, 4]
-        assert rank.linker.refusals == {Refusal.HOLD_EXPIRED: 1}
+        assert rank.linker.refused.counts() == {Refusal.HOLD_DISPLACED: 4}
         assert not rank.load("a", hashes(4), range(4))
 
 
@@ -254,7 +255,7 @@ def test_holds_are_few(rank, monkeypatch):
     rank.offload(hashes(1), [0])
     for number in range(4 + 3):
         assert rank.linker.lookup(str(number), hashes(1)) == 1
-    assert rank.linker.refusals == {Refusal.HOLD_EXPIRED: 3}
+    assert rank.linker.refused.counts() == {Refusal.HOLD_DISPLACED: 3}
 
 
 def test_a_page_that_is_deleted_while_it_is_held_fails_the_batch(door, rank):
@@ -263,7 +264,7 @@ def test_a_page_that_is_deleted_while_it_is_held_fails_the_batch(door, rank):
     rank.load("a", hashes(4), range(20, 24))
     assert rank.linker._core.delete(hashes(1, 2)) == [True]
     assert not rank.linker.finish(rank.linker.start())
-    assert rank.linker.refusals == {Refusal.LOAD_FAILED: 1}
+    assert rank.linker.refused.counts() == {Refusal.LOAD_FAILED: 1}
     assert num_held(door) == 0
 
 
@@ -284,7 +285,9 @@ def test_an_offload_that_cannot_be_is_said_to_be_none(rank):
 
     assert rank.linker.offload(hashes(1), slots_of([0]), broken)
     assert not rank.taken()
+    assert rank.linker.refused.counts() == {Refusal.OFFLOAD_FAILED: 1}
     assert not rank.offload(hashes(2), [0]), "two pages, slots of one"
+    assert rank.linker._core.gate.counts()["put"] == {"failed": 2}
     assert rank.linker.lookup("a", hashes(1)) == 0
 
 
@@ -293,7 +296,7 @@ def test_more_offloads_than_may_wait_are_refused(rank, monkeypatch):
     is_ready = threading.Event()
     assert all(rank.linker.offload(hashes(1, n), slots_of([n]), lambda: is_ready.wait(HANG_S)) for n in range(2))
     assert not rank.linker.offload(hashes(3, 2), slots_of([2, 3, 4]), lambda: None)
-    assert rank.linker.refusals == {Refusal.OFFLOAD_QUEUE_FULL: 3}
+    assert rank.linker.refused.counts() == {Refusal.OFFLOAD_QUEUE_FULL: 3}
     is_ready.set()
 
 
@@ -316,7 +319,7 @@ def test_reset_returns_when_nothing_touches_the_device(door, rank, monkeypatch):
 
     monkeypatch.setattr(linker_core, "wait", waits)
     rank.linker.offload(hashes(1, 50), slots_of([0]), reads_the_device)
-    rank.linker.offload(hashes(1, 60), slots_of([0]), lambda: None)
+    rank.linker.offload(hashes(2, 60), slots_of([0, 1]), lambda: None)
     assert starts.wait(HANG_S)
     rank.linker.reset()
     was_over = is_over.is_set()
@@ -324,7 +327,7 @@ def test_reset_returns_when_nothing_touches_the_device(door, rank, monkeypatch):
     assert was_over
     assert num_held(door) == 0
     assert rank.linker.num_offloaded() == 0
-    assert rank.linker.refusals == {Refusal.OFFLOAD_RESET: 1}
+    assert rank.linker.refused.counts() == {Refusal.OFFLOAD_RESET: 2}
     assert rank.linker.start() == -1
     assert rank.linker.lookup("a", hashes(4)) == 4, "the node keeps what the engine forgets"
 

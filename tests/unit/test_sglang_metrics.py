@@ -5,6 +5,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from engine_plugin.sglang.gate import VERBS, StoreVerb
+from engine_plugin.sglang.linker_core import OF_LINKER, Refusal, Refused
 from engine_plugin.sglang.metrics import NAME, PageSeries
 from storage_backends.base import Outcome
 
@@ -21,6 +22,21 @@ def tally(**pages):
         verb, _, outcome = name.partition("_")
         counts[VERBS.index(StoreVerb(verb)), Outcome[outcome.upper()]] = number
     return counts
+
+
+def test_what_the_linker_refuses_stands_in_the_same_series(rank):
+    series = PageSeries({"tp_rank": rank}, OF_LINKER)
+    refused = Refused()
+    for number, reason in enumerate(Refusal, 1):
+        assert value(*OF_LINKER[-number], rank) == 0
+        refused.add(reason, number)
+    series.observe(np.concatenate([tally(put_ok=7).ravel(), refused.tally()]))
+    assert value("put", "ok", rank) == 7
+    assert value("lookup", "hold_expired", rank) == 2
+    assert value("load", "not_held", rank) == 4
+    assert value("offload", "offload_failed", rank) == 9
+    names = [outcome for _, outcome in OF_LINKER[-len(Refusal) :]]
+    assert names == [str(reason) for reason in Refusal], "in the order in which they are counted"
 
 
 @pytest.fixture

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 
+from engine_plugin.sglang.metrics import NAME
 from tests.engines.sglang import media
 from tests.engines.sglang.processes import Daemon
 from tests.engines.sglang.rig import CacheRig, Model, Storage, kv_of
@@ -35,7 +38,7 @@ class LinkerRig(CacheRig):
         }
         linker = create_unified_cache_linker(
             self.server_args,
-            self.cache_params,
+            replace(self.cache_params, enable_metrics=True),
             backend="dynamic",
             config=config,
             components=set(self.cache.components),
@@ -126,6 +129,23 @@ def test_requests_of_one_batch_and_one_that_is_taken_back(rig: LinkerRig) -> Non
     assert np.array_equal(rig.loaded(second), kv_of(rig.model, OTHERS))
     rig.forget()
     assert rig.look("c", TOKENS).found.host_hit_length == 96, "the node keeps what the engine forgets"
+
+
+def test_what_is_asked_and_what_is_declined_is_on_sglangs_metrics(rig: LinkerRig) -> None:
+    def counted(verb: str, outcome: str) -> float:
+        labels = {"tp_rank": "0", "dp_rank": "0", "pp_rank": "0", "attn_cp_rank": "0", "verb": verb, "outcome": outcome}
+        return REGISTRY.get_sample_value(f"{NAME}_total", labels) or 0.0
+
+    names = [("put", "ok"), ("exists", "ok"), ("load", "not_held")]
+    before = [counted(*name) for name in names]
+    rig.compute(TOKENS, kv_of(rig.model, TOKENS))
+    rig.forget()
+    request = rig.look("a", TOKENS)
+    while rig.cache.linker.cache_linker._linker._found:
+        rig.cache.linker.cache_linker._linker._forget_oldest()
+    assert rig.admit(request) == 0
+    rig.settle()
+    assert [counted(*name) - first for name, first in zip(names, before, strict=True)] == [6, 6, 6]
 
 
 def test_ranks_are_refused(shared_daemon: Daemon, revision: str) -> None:
