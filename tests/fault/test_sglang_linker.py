@@ -6,7 +6,9 @@ from concurrent.futures import Future, wait
 import numpy as np
 import pytest
 import torch
+from cachekernels.region import RegionError
 
+from cachesvc.client.store_hold import PageHold
 from cachesvc.clock import ManualClock
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
@@ -265,6 +267,21 @@ def test_a_page_that_is_deleted_while_it_is_held_fails_the_batch(door, rank):
     assert rank.linker._core.delete(hashes(1, 2)) == [True]
     assert not rank.linker.finish(rank.linker.start())
     assert rank.linker.refused.counts() == {Refusal.LOAD_FAILED: 1}
+    assert num_held(door) == 0
+
+
+def test_a_batch_that_raises_gives_back_what_all_of_its_loads_held(door, rank, monkeypatch):
+    rank.offload(hashes(8), range(8))
+    for request_id, first in (("a", 0), ("b", 4)):
+        rank.linker.lookup(request_id, hashes(4, first))
+        rank.load(request_id, hashes(4, first), range(20, 24))
+
+    def lost(*_, **__):
+        raise RegionError("the memory went away")
+
+    monkeypatch.setattr(PageHold, "copy", lost)
+    assert not rank.linker.finish(rank.linker.start())
+    assert rank.linker.refused.counts() == {Refusal.LOAD_FAILED: 8}
     assert num_held(door) == 0
 
 
