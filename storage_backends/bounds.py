@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from storage_backends.base import Room, StorageBackend, Usage
-from storage_backends.layers.capacity import CapacityLayer, check_boundable
+from storage_backends.layers.capacity import CapacityLayer, check_boundable, check_no_own
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.options import byte_size
 
@@ -62,6 +62,7 @@ def _bound_of(backend: StorageBackend, capacity: Capacity | None) -> int | None:
     capabilities = backend.capabilities()
     if capacity is None:
         return None if capabilities.evicts or capabilities.bounded_by else _usual(backend)
+    check_no_own(capabilities)
     if capacity == UNLIMITED:
         return None
     check_boundable(capabilities)

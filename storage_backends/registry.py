@@ -49,7 +49,8 @@ INSTALL = {
 WITHOUT_SERVICE: Mapping[str, Mapping[str, object]] = {"redis": {"check_at_start": False}}
 """Options by which a backend opens although its service does not answer, where it would refuse otherwise."""
 WITHOUT_CAPACITY = frozenset({"fsspec", "redis", "s3"})
-"""Backends of this distribution that have no capacity among their options."""
+"""Backends of this distribution that have no capacity among their options. Nor has NIXL's plug-in for objects."""
+OF_OBJECTS = ("nixl", "OBJ")
 CAPACITY = "capacity_bytes"
 Opener = Callable[[Mapping[str, object]], StorageBackend]
 Parser = Callable[[Mapping[str, object]], object]
@@ -111,7 +112,8 @@ def open_bounded(name: str, options: Mapping[str, object]) -> StorageBackend:
 def _without_capacity(name: str, options: Mapping[str, object]) -> tuple[dict[str, object], Capacity | None]:
     """The backend's own options, and the capacity of a tier whose backend has none among them."""
     own = dict(options)
-    if name not in WITHOUT_CAPACITY or CAPACITY not in own:
+    has_none = name in WITHOUT_CAPACITY or (name, own.get("plugin")) == OF_OBJECTS
+    if not has_none or CAPACITY not in own:
         return own, None
     return own, capacity_of(own.pop(CAPACITY))
 

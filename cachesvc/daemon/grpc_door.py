@@ -11,6 +11,7 @@ Needs grpcio, grpcio-health-checking and grpcio-reflection (the server extra).
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cachesvc import tcp
 from cachesvc.daemon.claim import Claim
 from cachesvc.daemon.grpc_answers import Answers, Methods
 from cachesvc.daemon.grpc_store import StorePool, StoreService
@@ -138,7 +140,32 @@ class GrpcDoor:
         try:
             server.add_insecure_port(address)
         except RuntimeError as error:
-            raise OSError(f"grpc.address: cannot listen on {self.address}; choose another address, or off") from error
+            why = _why_not(address) or str(error)
+            raise OSError(
+                f"grpc.address: cannot listen on {self.address}: {why}; choose another address, or off"
+            ) from error
+
+
+def _why_not(address: str) -> str:
+    """Why nobody can listen at an address, which gRPC does not say; empty: somebody can, by now."""
+    try:
+        if address.startswith("unix://"):
+            _try_unix(Path(address.removeprefix("unix://")))
+        else:
+            host, _, port = address.rpartition(":")
+            tcp.bind(host.strip("[]"), int(port), "").close()
+    except OSError as error:
+        cause = error.__cause__ or error
+        return cause.strerror or str(cause) if isinstance(cause, OSError) else str(error)
+    return ""
+
+
+def _try_unix(path: Path) -> None:
+    """OSError. What gRPC may have left there is in nobody's use: the claim on the socket is ours."""
+    with socket.socket(socket.AF_UNIX) as trial:
+        path.unlink(missing_ok=True)
+        trial.bind(str(path))
+    path.unlink()
 
 
 class NodeService:

@@ -12,8 +12,8 @@ from cachesvc.outcomes import Direction
 from storage_backends.base import Outcome
 
 FRESH_S = 60.0
-"""How long a failure counts when no call has followed it: an idle tier is not known to be down. What the medium itself
-is asked about again and again counts until it says otherwise: a probe that failed, and room that was not there."""
+"""How long a failure counts whatever else the medium answers. After that, when no call like it has followed, the medium
+is asked, and the failure counts until it answers. Room that was not there counts until it is."""
 PROBE_AGAIN_S = 5.0
 NO_SPACE = Outcome.NO_SPACE.name.lower()
 
@@ -42,10 +42,13 @@ class TierProgress:
 
     def succeeded(self, direction: Direction, *, is_stored: bool = True) -> None:
         """A call was answered. A medium that was full is so until something is stored: that a page is there already, or
-        is not wanted any more, says nothing about room."""
+        is not wanted any more, says nothing about room. A probe that was answered ends what failed long ago."""
         with self._lock:
             if is_stored or not self._is_full(direction):
                 self._failed.pop(direction, None)
+            if direction is Direction.PROBE:
+                for old in self._old():
+                    del self._failed[old]
 
     def failed(self, direction: Direction, why: str) -> bool:
         """A call raised, or brought nothing for a reason that is the medium's. Whether this is news: the call before it
@@ -56,9 +59,12 @@ class TierProgress:
             return before is None or before[0] != why
 
     def wants_probe(self) -> bool:
-        """Whether the last probe failed some time ago, and none is under way."""
+        """Whether the last probe failed some time ago, or another call long ago and none like it followed; and no probe
+        is under way."""
         with self._lock:
-            return self._is_to_ask(Direction.PROBE)
+            if Direction.PROBE in self._failed:
+                return self._is_to_ask(Direction.PROBE)
+            return any(self._is_to_ask(direction) for direction in self._old())
 
     def wants_look(self) -> bool:
         """Whether there was no room some time ago, and nobody asks the medium just now."""
@@ -79,14 +85,19 @@ class TierProgress:
         """What is wrong now, a few words each; empty while the tier is well or idle."""
         now = self._clock.now()
         with self._lock:
-            failed = [
-                f"{direction} fails: {why}"
-                for direction, (why, at) in self._failed.items()
-                if direction is Direction.PROBE or why == NO_SPACE or now - at < FRESH_S
-            ]
+            failed = [f"{direction} fails: {why}" for direction, (why, _) in self._failed.items()]
             late = [(direction, now - since) for direction, since in self._running.values()]
         return failed + [
             f"a {one} has been running for {seconds:.0f} s" for one, seconds in late if seconds >= stuck_after_s
+        ]
+
+    def _old(self) -> list[Direction]:
+        """Directions whose failure says little by now, and that nothing but a probe ends."""
+        now = self._clock.now()
+        return [
+            direction
+            for direction, (why, at) in self._failed.items()
+            if direction is not Direction.PROBE and why != NO_SPACE and now - at >= FRESH_S
         ]
 
     def _is_full(self, direction: Direction) -> bool:

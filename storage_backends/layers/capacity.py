@@ -330,12 +330,18 @@ def _once(ids: ObjectIds, which: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return once
 
 
-def check_boundable(inner: Capabilities) -> None:
-    """ValueError: a capacity layer has no place around such a backend."""
+def check_no_own(inner: Capabilities) -> None:
+    """ValueError: the backend bounds itself, whatever is said of its tier."""
     if inner.evicts:
         raise ValueError(
-            f"the {inner.name} backend has a capacity of its own: set that one, tier.options.capacity_bytes"
+            f"the {inner.name} backend has a capacity of its own, whatever is said here: leave this out, and set "
+            "tier.options.capacity_bytes"
         )
+
+
+def check_boundable(inner: Capabilities) -> None:
+    """ValueError: a capacity layer has no place around such a backend."""
+    check_no_own(inner)
     if inner.verifies:
         raise ValueError("the capacity layer counts bytes as stored: it belongs below the checksum layer")
 

@@ -1,6 +1,7 @@
 """The gRPC door of a real daemon: the service, health, reflection, and what it refuses."""
 
 import os
+import socket
 import stat
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from cachesvc.daemon.grpc_door import _why_not
 from cachesvc.rpc import channel_pb2, codec, service_pb2, service_pb2_grpc
 from storage_backends.base import Outcome
 from tests.helpers.daemon import HANG_S, DaemonProcess, Home
@@ -223,8 +225,6 @@ def test_a_second_daemon_takes_neither_socket_nor_port(home, daemon):
 
 
 def test_a_loopback_port(home):
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -234,7 +234,20 @@ def test_a_loopback_port(home):
             assert stub.GetVersion(service_pb2.GetVersionRequest(), timeout=HANG_S) == codec.versions()
         ended = home.run("up", "--admin.port", "0", "--socket", "x.sock", "--grpc.address", f"127.0.0.1:{port}")
         assert ended.returncode == 1
-        assert f"grpc.address: cannot listen on 127.0.0.1:{port}" in ended.stderr
+        expected = f"grpc.address: cannot listen on 127.0.0.1:{port}: Address already in use; choose another address"
+        assert expected in ended.stderr
+
+
+def test_why_nobody_can_listen_is_told(tmp_path):
+    """gRPC itself does not say."""
+    assert _why_not(f"unix://{tmp_path}/no/such/folder.sock") == "No such file or directory"
+    assert _why_not(f"unix://{tmp_path}/free.sock") == ""
+    assert not list(tmp_path.iterdir())
+    assert _why_not("127.0.0.1:0") == ""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert _why_not(f"127.0.0.1:{taken.getsockname()[1]}") == "Address already in use"
 
 
 def test_off(home):

@@ -5,6 +5,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -235,9 +236,10 @@ def test_having_no_limit_is_a_word_of_its_own() -> None:
             load("--tier", json.dumps([{"backend": "memory", "capacity_bytes": wrong}]))
 
 
-def test_a_tier_with_a_capacity_of_its_own_gets_no_second_one() -> None:
-    tier = TierConfig(backend="memory", capacity_bytes=2**30)
-    expected = r"tier\[0\] \(memory\): capacity_bytes: .*a capacity of its own: .* tier\.options\.capacity_bytes"
+@pytest.mark.parametrize("capacity", [2**30, "unlimited"])
+def test_a_tier_with_a_capacity_of_its_own_gets_no_second_one(capacity: int | Literal["unlimited"]) -> None:
+    tier = TierConfig(backend="memory", capacity_bytes=capacity)
+    expected = r"tier\[0\] \(memory\): capacity_bytes: .*a capacity of its own.* tier\.options\.capacity_bytes"
     with pytest.raises(ConfigError, match=expected):
         open_tiers([tier])
 

@@ -38,12 +38,25 @@ def test_a_failure_counts_until_a_call_in_that_direction_succeeds(progress):
     assert progress.troubles(10.0) == []
 
 
-def test_a_failure_that_nothing_followed_is_forgotten(progress, clock):
+def test_a_failure_that_nothing_followed_counts_until_the_medium_answers(progress, clock):
     progress.failed(Direction.READ, TierError.FAILED)
+    progress.failed(Direction.WRITE, NO_SPACE)
     clock.seconds = FRESH_S - 1
-    assert progress.troubles(10.0)
-    clock.seconds = FRESH_S
-    assert progress.troubles(10.0) == []
+    assert not progress.wants_probe()
+    progress.succeeded(Direction.PROBE)
+    assert progress.troubles(10.0) == ["read fails: failed", "write fails: no_space"], "what answers may not deliver"
+    clock.seconds = 10 * FRESH_S
+    assert progress.wants_probe()
+    with progress.call(Direction.PROBE):
+        assert not progress.wants_probe()
+    progress.failed(Direction.PROBE, TierError.TIMEOUT)
+    assert not progress.wants_probe()
+    assert len(progress.troubles(10.0)) == 3
+    clock.seconds += PROBE_AGAIN_S
+    assert progress.wants_probe()
+    progress.succeeded(Direction.PROBE)
+    assert progress.troubles(10.0) == ["write fails: no_space"]
+    assert not progress.wants_probe()
 
 
 def test_a_probe_that_failed_counts_until_one_succeeds_and_is_wanted_again(progress, clock):

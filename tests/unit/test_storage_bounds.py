@@ -469,8 +469,9 @@ class TestUsualBounds:
 
     def test_what_has_one_keeps_it(self, medium: Medium) -> None:
         assert in_bounds(medium.memory, None) is medium.memory
-        with pytest.raises(ValueError, match="a capacity of its own"):
-            in_bounds(medium.memory, 2**20)
+        for capacity in (2**20, capacity_of("unlimited")):
+            with pytest.raises(ValueError, match="a capacity of its own"):
+                in_bounds(medium.memory, capacity)
 
     def test_what_its_server_bounds_is_left_to_it(self, medium: Medium) -> None:
         class Served(PassingLayer):

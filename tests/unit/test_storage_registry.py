@@ -76,6 +76,9 @@ class TestOpening:
         check_options("nixl", {"plugin": "OBJ", "bucket": "b"})
         with pytest.raises(StorageConfigError, match=r"'nixl, plugin OBJ' has no option 'path'"):
             check_options("nixl", {"plugin": "OBJ", "bucket": "b", "path": "/x"})
+        check_options("nixl", {"plugin": "OBJ", "bucket": "b", "capacity_bytes": "1 GiB"})
+        with pytest.raises(StorageConfigError, match="capacity_bytes='much' is not a size"):
+            check_options("nixl", {"plugin": "OBJ", "bucket": "b", "capacity_bytes": "much"})
 
     def test_unknown_name(self) -> None:
         with pytest.raises(StorageConfigError, match="no storage backend is called 'fil'; did you mean 'file'"):
