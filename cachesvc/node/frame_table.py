@@ -99,11 +99,6 @@ class FrameTable:
         """WRITING frames whose writer is lost."""
         self._state[frames] = FrameState.QUARANTINED
 
-    def is_cached(self, frames: I32) -> Bools:
-        """bool [n]; False where a frame is -1."""
-        cached: Bools = (frames >= 0) & (self._state[frames] == FrameState.CACHED)
-        return cached
-
     def hold(self, frames: I32) -> None:
         """One more reference to each CACHED frame; a frame named twice gets two."""
         np.add.at(self._references, frames, 1)

@@ -63,12 +63,6 @@ class SharedPages:
         """A new one, over the frames of `slot`; see there."""
         return SlabPages(self._index, slot, states, cached, are_all=are_all)
 
-    def find(self, slot: int, keys: Keys) -> tuple[I32, U64]:
-        """Where each of `keys` [n] is in the region of `slot`: frames [n], -1 where the first place is not in it, and
-        their generations."""
-        found = self._index.lookup(keys)
-        return np.where(found.slots == slot, found.frames, np.int32(-1)), found.generations
-
     def copy(self, keys: Keys, depths: U32, slot: int, frames: I32, *, only_leading: bool) -> Bools:
         """Copies what the index knows of `keys` [n] into `frames` of the region of `slot`. Returns bool[n]: the frame
         holds the page.

@@ -101,9 +101,12 @@ class Slab(FrameSession):
 
     def find(self, keys: Keys) -> tuple[I32, U64]:
         """Frames [n] that hold `keys` now, -1 where none does, and their generations."""
-        frames, generations = self.parts.pages.find(self.slot, keys)
-        frames[~self.table.is_cached(frames)] = -1
+        frames, generations, _ = self.look(keys)
         return frames, generations
+
+    def look(self, keys: Keys) -> tuple[I32, U64, Bools]:
+        """`find`, and bool [n]: False where no frame at all shows the page, not even one on its way in or out."""
+        return self._pages.find(keys)
 
     def use(self, prefix: Keys) -> int:
         """The first pages of a prompt are used now, as far as they are here. Returns the moment, at which those behind

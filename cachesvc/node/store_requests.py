@@ -145,20 +145,21 @@ class Lookup:
 
     def start(self) -> None:
         """Answers what memory knows, and asks for the rest."""
-        frames, _ = self.session.slab.find(self.keys)
-        self.outcomes[frames >= 0] = Outcome.OK
-        self.look_below(np.flatnonzero(frames < 0))
+        frames, _, is_shown = self.session.slab.look(self.keys)
+        is_there = frames >= 0
+        self.outcomes[is_there] = Outcome.OK
+        self.look_below(np.flatnonzero(~is_there), is_shown)
 
-    def look_below(self, rows: NDArray[np.intp]) -> None:
-        """Asks the tiers, and other regions, for the pages of `rows`, if there are any."""
+    def look_below(self, rows: NDArray[np.intp], is_shown: Bools) -> None:
+        """Asks the tiers for the pages of `rows`, if there are any. `is_shown` bool [n], of all pages: as of
+        `Slab.look`."""
         if not len(rows):
             self.below(rows)
             return
         parts = self.session.slab.parts
-        keys = np.ascontiguousarray(self.keys[rows])
-        held = parts.pages.held(keys)
+        held = is_shown[rows]
         if not held.all():
-            held |= parts.tiers.known(object_ids(keys))
+            held |= parts.tiers.known(object_ids(self.keys.take(rows, axis=0)))
         unknown = rows[~held]
         if not len(unknown) or not parts.tiers.must_probe:
             self.below(rows[held])
@@ -213,9 +214,9 @@ class Read(Lookup):
         return int(np.count_nonzero(self.frames >= 0)) + self._num_filling
 
     def start(self) -> None:
-        self._hold(np.arange(len(self.keys)))
+        is_shown = self._hold(np.arange(len(self.keys)))
         self.session.slab.table.touch(self.frames[self.frames >= 0], self._use)
-        self.look_below(np.flatnonzero(self.frames < 0))
+        self.look_below(np.flatnonzero(self.frames < 0), is_shown)
 
     def below(self, rows: NDArray[np.intp]) -> None:
         slab = self.session.slab
@@ -254,13 +255,14 @@ class Read(Lookup):
         if self.fill is not None:
             self.fill.give_up(OpEnd.CANCELLED)
 
-    def _hold(self, rows: NDArray[np.intp]) -> None:
-        """Takes a reference to each page of `rows` that is in the slab."""
-        frames, generations = self.session.slab.find(self.keys[rows])
+    def _hold(self, rows: NDArray[np.intp]) -> Bools:
+        """Takes a reference to each page of `rows` that is in the slab. bool [len(rows)]: as of `Slab.look`."""
+        frames, generations, is_shown = self.session.slab.look(self.keys[rows])
         is_there = frames >= 0
         self.frames[rows], self.generations[rows] = frames, generations
         self.outcomes[rows] = np.where(is_there, Outcome.OK, Outcome.MISS)
         self.session.slab.table.hold(frames[is_there])
+        return is_shown
 
     def _end(self) -> None:
         if self._has_repeats:

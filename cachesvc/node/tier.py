@@ -33,6 +33,7 @@ from storage_backends.base import (
     StorageBackend,
     outcomes,
 )
+from storage_backends.codes import PRESENCE_OUTCOMES
 from storage_backends.errors import StorageError
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.layers.encoded import EncodedLayer, ZstdCompressor
@@ -130,7 +131,7 @@ class CountedTier:
         return self._ask(
             Direction.PROBE,
             len(ids),
-            lambda: np.where(self.backend.known(ids), Outcome.OK, Outcome.MISS).astype(np.uint8),
+            lambda: PRESENCE_OUTCOMES[self.backend.known(ids).view(np.uint8)],
             is_medium_asked=False,
         )
 

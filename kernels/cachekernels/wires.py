@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cachekernels import _core
-from cachekernels.arrays import U8
+from cachekernels.arrays import I32, U8, U64, Bools, Keys
 from cachekernels.index import PageIndex
 
 
@@ -89,6 +89,11 @@ class SlabPages:
         The array is not copied, and lives as long as this; the node changes it at any time. `are_all`: what is not in
         the slab is nowhere, so that a page can be told to be missing."""
         self.core = _core.SlabPages(index.core, slot, states, cached, are_all)
+
+    def find(self, keys: Keys) -> tuple[I32, U64, Bools]:
+        """Frames [n] in which `keys` [n, 32] may be found now, -1 for those that may not; the generations that their
+        records had; and bool [n]: whether any frame at all shows the page."""
+        return self.core.find(keys)
 
     def stop(self) -> None:
         """The slab is going away: its shortcuts answer nothing from now on. Any thread."""

@@ -89,6 +89,20 @@ std::shared_ptr<SlabPages> slab_pages_py(std::shared_ptr<PageIndex> index, int s
                                        cached, are_all);
 }
 
+using FoundArrays = std::tuple<NumpyArray<int32_t>, NumpyArray<uint64_t>, NumpyArray<bool>>;
+
+FoundArrays find_py(const SlabPages& pages, const Input<uint8_t>& keys) {
+    const auto rows = input_rows(keys, "keys", any_length, key_bytes);
+    auto frames = new_array<int32_t>(rows.num_rows);
+    auto generations = new_array<uint64_t>(rows.num_rows);
+    auto is_shown = new_array<bool>(rows.num_rows);
+    {
+        nb::gil_scoped_release released;
+        pages.find({rows.data, rows.num_rows * key_bytes}, frames.data(), generations.data(), is_shown.data());
+    }
+    return {frames, generations, is_shown};
+}
+
 std::shared_ptr<StoreShortcut> store_shortcut_py(std::shared_ptr<SlabPages> pages, std::string_view scheme,
                                                  const nb::bytes& ns, const nb::bytes& scope, const nb::bytes& tag,
                                                  size_t max_keys) {
@@ -140,6 +154,7 @@ void bind_exchange(nb::module_& m) {
     nb::class_<SlabPages>(m, "SlabPages")
         .def(nb::new_(&slab_pages_py), nb::arg("index"), nb::arg("slot"), nb::arg("states"), nb::arg("cached"),
              nb::arg("are_all"))
+        .def("find", &find_py, nb::arg("keys"))
         .def("stop", &SlabPages::stop);
     nb::class_<StoreShortcut, Shortcut>(m, "StoreShortcut")
         .def(nb::new_(&store_shortcut_py), nb::arg("pages"), nb::arg("scheme"), nb::arg("namespace"), nb::arg("scope"),

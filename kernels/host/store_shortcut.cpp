@@ -10,12 +10,21 @@ constexpr size_t group_keys = 128;  // what is missing in one is found before th
 
 }  // namespace
 
+void SlabPages::find(std::span<const uint8_t> keys, int32_t* frames, uint64_t* generations, bool* is_shown) const {
+    const size_t num_keys = keys.size() / key_bytes;
+    std::vector<int16_t> slots(num_keys);
+    index_->lookup(keys.data(), num_keys, -1, {slots.data(), frames, generations});
+    for (size_t i = 0; i < num_keys; ++i) {
+        is_shown[i] = slots[i] != PlaceTable::no_slot;
+        if (!is_cached(slots[i], frames[i])) frames[i] = -1;
+    }
+}
+
 bool SlabPages::tell(std::span<const uint8_t> keys, FoundPlaces& found, uint8_t* outcomes) const {
     if (is_stopped_) return false;
     found.look_up(*index_, keys, -1);
     for (size_t i = 0; i < found.slots.size(); ++i) {
-        const auto frame = static_cast<size_t>(found.frames[i]);
-        const bool is_there = found.slots[i] == slot_ && frame < states_.size() && load_relaxed(states_[frame]) == cached_;
+        const bool is_there = is_cached(found.slots[i], found.frames[i]);
         const bool is_nowhere = found.slots[i] == PlaceTable::no_slot && are_all_;
         if (!is_there && !is_nowhere) return false;
         outcomes[i] = is_there ? outcome_ok : outcome_miss;

@@ -34,6 +34,9 @@ public:
           are_all_(are_all) {}
 
     bool are_all() const { return are_all_; }
+    // Where keys [n, 32] are: frames [n], -1 for those that may not be found; generations [n]; is_shown [n]: whether any
+    // frame at all shows the page.
+    void find(std::span<const uint8_t> keys, int32_t* frames, uint64_t* generations, bool* is_shown) const;
     // Which of keys [n, 32] may be found: outcomes [n]. False: of some that cannot be told here.
     bool tell(std::span<const uint8_t> keys, FoundPlaces& found, uint8_t* outcomes) const;
 
@@ -41,6 +44,11 @@ public:
     void stop() { is_stopped_ = true; }
 
 private:
+    bool is_cached(int16_t slot, int32_t frame) const {
+        const auto place = static_cast<size_t>(frame);
+        return slot == slot_ && place < states_.size() && load_relaxed(states_[place]) == cached_;
+    }
+
     const std::shared_ptr<PageIndex> index_;
     const int slot_;
     const std::span<const uint8_t> states_;

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from cachesvc.node.frame_table import FrameTable
-from tests.oracles.pages import indices
 
 
 def kept(table, count, first_depth=0):
@@ -111,11 +110,6 @@ def test_what_a_lost_writer_has_is_nobodys(table):
     assert len(table.take(8)) == 5
     table.free(frames)
     assert len(table.take(8)) == 3
-
-
-def test_only_cached_frames_are_cached(table):
-    frames = kept(table, 2)
-    assert table.is_cached(np.concatenate([frames, table.take(1), indices(-1)])).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_page_written_again_into_the_frame_that_it_left_is_not_there_before_it
     user.commit(user.reserve(KEYS[2:3]), [False])  # takes the frame, and never writes it
     reserved = user.reserve(KEYS[:1])
     user.write(KEYS[:1], reserved.frames)
-    assert user.session.slab.parts.pages.find(user.session.slab.slot, user.own_keys(KEYS[:1]))[0] >= 0
+    assert user.session.slab.parts.pages.held(user.own_keys(KEYS[:1])).all()
     assert user.contains_natively(KEYS[:1]) is None
     user.commit(reserved)
     assert user.contains_natively(KEYS[:1]) == [OK]

@@ -44,7 +44,7 @@ class Served:
     """A wire in an exchange, whose client finds `KEYS` in a slab: page i in frame i."""
 
     def __init__(self, sock):
-        self.index = PageIndex()
+        self.index, self.regions = PageIndex(), []
         self.slot = self.add_pages(KEYS)
         self.states = np.full(8, CACHED, np.uint8)
         self.pages = self.pages_of_slab(are_all=False)
@@ -69,6 +69,7 @@ class Served:
         region.begin_write(frames)
         region.write_records(frames, store_keys(*WHO, keys), frames.astype(np.uint32))
         region.commit(frames)
+        self.regions.append(region)
         slot = self.index.add_region(region)
         self.index.publish(slot, frames)
         return slot
@@ -181,6 +182,19 @@ def test_each_frame_must_be_cached(served, ends, row):
 def test_each_page_must_be_in_the_slab(served, ends):
     served.add_pages(UNKNOWN)
     assert not is_answered(served, ends[1], np.concatenate([KEYS, UNKNOWN[:1], KEYS[:1]]))
+
+
+def test_frames_are_found_that_are_the_slabs_own_and_cached(served):
+    region = served.regions[0]
+    served.add_pages(UNKNOWN[:1])
+    served.states[2] = OTHER
+    served.states = served.states[:7]
+    own = store_keys(*WHO, np.concatenate([KEYS, UNKNOWN[:2], KEYS[:1]]))
+    frames, generations, is_shown = served.pages_of_slab(are_all=False).find(own)
+    assert frames.tolist() == [0, 1, -1, 3, 4, 5, 6, -1, -1, -1, 0]
+    assert is_shown.tolist() == [True] * 9 + [False, True]
+    there = frames >= 0
+    assert (generations[there] == region.snapshot(frames[there], own[there])).all()
 
 
 @pytest.mark.parametrize("are_all", [False, True])

@@ -311,9 +311,11 @@ def exists_1600_tier(run: Run) -> Measurement:
 
 def asked(run: Run, present: list[str], keys: list[str], note: str, *, keeps_files: bool = False) -> Measurement:
     """Milliseconds of a `batch_exists` of `keys` where the pages of `present` are kept."""
-    with ours(keeps_files=keeps_files) as (mine, _), files() as (theirs, _path):
+    with ours(keeps_files=keeps_files) as (mine, daemon), files() as (theirs, _path):
         mine.put(present)
         theirs.put(present)
+        if keeps_files:
+            wait_stored(daemon, PAGES)
         return run.paired(lambda: mine.exists(keys), lambda: theirs.exists(keys), scale=1e3, rounds=50, note=note)
 
 
