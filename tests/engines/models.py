@@ -10,13 +10,13 @@ MODELS = Path(sys.prefix).parent / "models"
 SMOLLM2 = "smollm2-135m"
 
 
-def text_tokens(count: int) -> list[int]:
-    """The beginning of a real text, in SmolLM2's tokens."""
+def text_tokens(count: int, first: int = 0) -> list[int]:
+    """A piece of a real text, in SmolLM2's tokens."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(MODELS / SMOLLM2 / "tokenizer.json"))
     folder = Path(json.__file__).parent
     text = "\n".join((folder / name).read_text() for name in ("decoder.py", "encoder.py", "scanner.py"))
     ids: list[int] = tokenizer.encode(text).ids
-    assert len(ids) >= count, f"the text has {len(ids)} tokens"
-    return ids[:count]
+    assert len(ids) >= first + count, f"the text has {len(ids)} tokens"
+    return ids[first : first + count]

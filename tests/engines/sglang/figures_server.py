@@ -46,7 +46,6 @@ class Case:
     """A model and the prompts that it is asked. token_bytes: of KV."""
 
     name: str
-    words: str
     tokens: int
     token_bytes: int
     model: Callable[[Path], Path]
@@ -65,19 +64,12 @@ class Case:
 
 def _qwen3(name: str, shape: Shape, tokens: int) -> Case:
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
-    return Case(
-        name,
-        f"Qwen3 of {shape.layers} layers",
-        tokens,
-        token_bytes,
-        partial(write_model, seed=1, shape=shape),
-        prompt,
-    )
+    return Case(name, tokens, token_bytes, partial(write_model, seed=1, shape=shape), prompt)
 
 
 def _text(number: int, tokens: int) -> list[int]:
-    """A real text behind a beginning that no other number has."""
-    return [1000 + number, *text_tokens(tokens - 1)]
+    """A piece of a real text. It begins and ends where no other number's does."""
+    return text_tokens(tokens, first=500 * number)
 
 
 def _smollm2(folder: Path) -> Path:
@@ -85,10 +77,14 @@ def _smollm2(folder: Path) -> Path:
     return MODELS / SMOLLM2
 
 
+LEFT_TOKENS = 16
+"""Beyond the whole pages, and computed even for a hit: as few as there can be with matrix products whose rows are,
+bit for bit, those of a long prompt."""
+SHORT, LONG = 31 * PAGE_TOKENS + LEFT_TOKENS, 62 * PAGE_TOKENS + LEFT_TOKENS
 CASES = (
-    _qwen3("tiny", TINY, 2000),
-    _qwen3("wide", WIDE, 4000),
-    Case("smollm2", "SmolLM2-135M", 2000, 2 * 30 * 3 * 64 * 4, _smollm2, _text),
+    _qwen3("tiny", TINY, SHORT),
+    _qwen3("wide", WIDE, LONG),
+    Case("smollm2", SHORT, 2 * 30 * 3 * 64 * 4, _smollm2, _text),
 )
 
 
@@ -116,6 +112,7 @@ class Side:
             for number in range(PROMPTS):
                 self.cold.append(self._ask(server, number, "cold", (0, 0, 0)).tokens)
             server.detach()
+        assert len(set(map(tuple, self.cold))) == PROMPTS, "KV of another prompt would not show"
 
     def restart(self, server: Server, turn: int) -> None:
         """All prompts of an engine that was just started; each turn begins with another one."""
@@ -178,33 +175,26 @@ def file_flags(ours: list[str], folder: Path) -> list[str]:
     return line
 
 
-def _measured(case: Case, kind: str, words: str, run: Run) -> Measurement:
-    sides = played(case, min(run.rounds, RESTARTS))
-    ours, files = (side.took_ms[kind] for side in sides)
-    size = f"{case.words}, {case.tokens:,} tokens, {case.token_bytes * case.cached_tokens / 1e6:.0f} MB of KV"
-    return run.of(
-        ours, files, note=f"{words}. p95 {_p95(ours):.0f}, theirs {_p95(files):.0f}. {size}; {THREADS} thread(s)"
+def _measured(case: Case, kind: str, run: Run) -> Measurement:
+    ours, files = (side.took_ms[kind] for side in played(case, min(run.rounds, RESTARTS)))
+    size_mb = case.token_bytes * case.cached_tokens / 1e6
+    note = (
+        f"p95 {_p95(ours):.0f}, theirs {_p95(files):.0f}; {case.tokens:,} tokens, {size_mb:.0f} MB; {THREADS} thread(s)"
     )
+    return run.of(ours, files, note=note)
 
 
 def _p95(values: Sequence[float]) -> float:
     return values[0] if len(values) == 1 else statistics.quantiles(values, n=20, method="inclusive")[-1]
 
 
-KINDS = {
-    "cold": ("", "computed"),
-    "device": ("", "the device had it"),
-    "host": ("", "host memory had it"),
-    "first": ("", "the first request of a new engine, from the storage"),
-    "restart": ("", "a later one, from the storage"),
-    "restore": ("ratio<=1", "the same less the time when the device has it"),
-}
-"""What had the prompt's KV, or a difference: target, words."""
+TARGETS = {"cold": "", "device": "", "host": "", "first": "", "restart": "", "restore": "ratio<=1"}
+"""By what had the prompt's KV; `restore` is `restart` less `device`."""
 for _case in CASES:
-    for _kind, (_target, _words) in KINDS.items():
+    for _kind, _target in TARGETS.items():
         figure(
             f"sglang.server_{_case.name}_{_kind}",
             unit="ms",
             target=_target,
             reference="SGLang's file backend",
-        )(partial(_measured, _case, _kind, _words))
+        )(partial(_measured, _case, _kind))
