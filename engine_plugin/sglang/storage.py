@@ -366,8 +366,8 @@ def _addresses(pages: Sequence[torch.Tensor]) -> NDArray[np.uint64]:
 
 
 def _place(extra_info: HiCacheStorageExtraInfo | None) -> Place:
-    """Behind which pages, as far as SGLang says it (`hicache_storage_pass_prefix_keys`): with a backup all of them; with a
-    query or a read (0.5.23) all but those of the last node that its tree has."""
+    """Behind which pages, as far as SGLang says it (`hicache_storage_pass_prefix_keys`): with a backup all
+    of them; with a query or a read (0.5.23) all but those of the last node that its tree has."""
     prefix = extra_info.prefix_keys if extra_info is not None else None
     return Place(len(prefix), prefix) if prefix else NOWHERE
 
