@@ -73,15 +73,11 @@ def answer_message(answer: Answer) -> managed_pb2.FromStore:
 
 
 def outcomes_of(data: bytes, count: int) -> Outcomes:
-    """uint8 [count], a copy. BadMessage: another number of them."""
+    """uint8 [count], a copy; what a newer node may say and this version does not know is FAILED, which is no page.
+    BadMessage: another number of them."""
     if len(data) != count:
         raise BadMessage(Reject.BAD_LENGTH, f"{len(data)} outcomes of {count} pages")
-    return known_outcomes(np.frombuffer(data, np.uint8).copy())
-
-
-def known_outcomes(results: Outcomes) -> Outcomes:
-    """`results` [n] as a node sent them, changed in place: what a newer node may say and this version does not know is
-    FAILED, which is no page."""
+    results = np.frombuffer(data, np.uint8).copy()
     results[results > LAST_OUTCOME] = Outcome.FAILED
     return results
 
