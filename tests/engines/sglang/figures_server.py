@@ -34,9 +34,16 @@ from tests.engines.sglang.server import Answer, Server, launch_flags, prompt
 from tests.engines.sglang.tiny_qwen3 import TINY, WIDE, Shape, write_model
 
 PAGE_TOKENS = 64
+LEFT_TOKENS = 16
+"""Beyond the whole pages, and computed even for a hit: as few as there can be with matrix products whose rows are,
+bit for bit, those of a long prompt."""
+CACHED_TOKENS = 31 * PAGE_TOKENS
+TOKENS = CACHED_TOKENS + LEFT_TOKENS
+DEVICE_TOKENS = CACHED_TOKENS + 8 * PAGE_TOKENS
+"""Place for one prompt and what SGLang keeps free beside it, not for two."""
 NEW_TOKENS = 8
 PROMPTS, RESTARTS = 4, 3
-MANAGED, LENT_GIB = "2 GiB", 1.5
+MANAGED, LENT_GIB = "1 GiB", 0.75
 WARM_UP = prompt(999, 2 * PAGE_TOKENS)
 THREADS = os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -46,25 +53,14 @@ class Case:
     """A model and the prompts that it is asked. token_bytes: of KV."""
 
     name: str
-    tokens: int
     token_bytes: int
     model: Callable[[Path], Path]
     prompt: Callable[[int, int], list[int]]
 
-    @property
-    def cached_tokens(self) -> int:
-        """Whole pages of a prompt; its last token is computed in any case."""
-        return (self.tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
 
-    @property
-    def device_tokens(self) -> int:
-        """Place for one prompt and what SGLang keeps free beside it, not for two."""
-        return self.cached_tokens + 8 * PAGE_TOKENS
-
-
-def _qwen3(name: str, shape: Shape, tokens: int) -> Case:
+def _qwen3(name: str, shape: Shape) -> Case:
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
-    return Case(name, tokens, token_bytes, partial(write_model, seed=1, shape=shape), prompt)
+    return Case(name, token_bytes, partial(write_model, seed=1, shape=shape), prompt)
 
 
 def _text(number: int, tokens: int) -> list[int]:
@@ -77,14 +73,10 @@ def _smollm2(folder: Path) -> Path:
     return MODELS / SMOLLM2
 
 
-LEFT_TOKENS = 16
-"""Beyond the whole pages, and computed even for a hit: as few as there can be with matrix products whose rows are,
-bit for bit, those of a long prompt."""
-SHORT, LONG = 31 * PAGE_TOKENS + LEFT_TOKENS, 62 * PAGE_TOKENS + LEFT_TOKENS
 CASES = (
-    _qwen3("tiny", TINY, SHORT),
-    _qwen3("wide", WIDE, LONG),
-    Case("smollm2", SHORT, 2 * 30 * 3 * 64 * 4, _smollm2, _text),
+    _qwen3("tiny", TINY),
+    _qwen3("wide", WIDE),
+    Case("smollm2", 2 * 30 * 3 * 64 * 4, _smollm2, _text),
 )
 
 
@@ -95,13 +87,13 @@ class Side:
         self.flags = flags
         self.took_ms: defaultdict[str, list[float]] = defaultdict(list)
         self.cold: list[list[int]] = []
-        self._case, self._model = case, model
-        self._prompts = [case.prompt(number, case.tokens) for number in range(1, PROMPTS + 1)]
+        self._model = model
+        self._prompts = [case.prompt(number, TOKENS) for number in range(1, PROMPTS + 1)]
 
     @contextmanager
     def server(self) -> Iterator[Server]:
         """One that is killed in the end."""
-        with Server(self._model, self.flags, device_tokens=self._case.device_tokens) as server:
+        with Server(self._model, self.flags, device_tokens=DEVICE_TOKENS) as server:
             yield server
             server.kill()
 
@@ -116,15 +108,14 @@ class Side:
 
     def restart(self, server: Server, turn: int) -> None:
         """All prompts of an engine that was just started; each turn begins with another one."""
-        cached = self._case.cached_tokens
         order = [(turn + number) % PROMPTS for number in range(PROMPTS)]
         for number in order:
-            loaded = self._checked(server, number, "first" if number == order[0] else "restart", (0, 0, cached))
-            again = self._checked(server, number, "device", (cached, 0, 0))
+            loaded = self._checked(server, number, "first" if number == order[0] else "restart", (0, 0, CACHED_TOKENS))
+            again = self._checked(server, number, "device", (CACHED_TOKENS, 0, 0))
             if number != order[0]:
                 self.took_ms["restore"].append((loaded.first_s - again.first_s) * 1e3)
         for number in order:
-            self._checked(server, number, "host", (0, cached, 0))
+            self._checked(server, number, "host", (0, CACHED_TOKENS, 0))
 
     def control(self, server: Server) -> None:
         """Pages that are changed on their way change the answer."""
@@ -132,7 +123,7 @@ class Side:
         server.flush()
         server.attach(media.attached(self.flags, module_path="tampered_storage", class_name="Scaled"))
         answer = server.ask(self._prompts[0], NEW_TOKENS)
-        assert answer.storage == self._case.cached_tokens, answer
+        assert answer.storage == CACHED_TOKENS, answer
         assert answer.tokens != self.cold[0], "changed pages did not change the answer"
 
     def _checked(self, server: Server, number: int, kind: str, had: tuple[int, int, int]) -> Answer:
@@ -177,10 +168,8 @@ def file_flags(ours: list[str], folder: Path) -> list[str]:
 
 def _measured(case: Case, kind: str, run: Run) -> Measurement:
     ours, files = (side.took_ms[kind] for side in played(case, min(run.rounds, RESTARTS)))
-    size_mb = case.token_bytes * case.cached_tokens / 1e6
-    note = (
-        f"p95 {_p95(ours):.0f}, theirs {_p95(files):.0f}; {case.tokens:,} tokens, {size_mb:.0f} MB; {THREADS} thread(s)"
-    )
+    size_mb = case.token_bytes * CACHED_TOKENS / 1e6
+    note = f"p95 {_p95(ours):.0f}, theirs {_p95(files):.0f}; {TOKENS:,} tokens, {size_mb:.0f} MB; {THREADS} thread(s)"
     return run.of(ours, files, note=note)
 
 
