@@ -93,10 +93,10 @@ class Op(EventSource[Event]):
 class PageOp(Op):
     """An op over the pages of a chain: keys [n, 32], frames int32[n], depths uint32[n].
 
-    Pages [0, answered) have their outcome, [answered, answered + running_pages) may be with a worker, [end_page, n)
-    were cut off when the op was given up in mid-slice: those are answered at once, because nobody has touched them
-    and a slice may hang. `prefix` [m, 32]: keys of pages in front of them in their prompt, from the first one on, as
-    far as they are given; nothing is moved of those.
+    Pages [0, answered) have their outcome, [answered, next_page) may be with workers, in one slice or in several that
+    are settled in the order in which they began. [end_page, n) were cut off when the op was given up in mid-slice:
+    those are answered at once, because nobody has touched them and a slice may hang. `prefix` [m, 32]: keys of pages in
+    front of them in their prompt, from the first one on, as far as they are given; nothing is moved of those.
     """
 
     prefix: Keys = NO_KEYS
@@ -105,8 +105,10 @@ class PageOp(Op):
         super().__init__(op_id, session)
         self.keys, self.frames, self.depths = keys, frames, depths
         self.answered = 0
-        self.running_pages = 0
+        self.next_page = 0
         self.end_page = len(keys)
+        self._running_slices = 0
+        self._fault: OpEnd | None = None
         self._told = 0
         self._is_cut_told = True
         self._outcomes = outcomes(len(keys), Outcome.CANCELLED)
@@ -114,28 +116,41 @@ class PageOp(Op):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def answer(self, results: Outcomes) -> None:
-        """The next len(results) pages have these outcomes."""
-        first, self.answered = self.answered, self.answered + len(results)
-        self._outcomes[first : self.answered] = results
-        self.pages_answered(first, results, self.end)
-        self.session.events.announce(self)
+    def num_unbegun(self) -> int:
+        """How many pages, from `next_page` on, no worker has had yet and are still wanted."""
+        return self.end_page - self.next_page if self.end is None and self._fault is None else 0
+
+    def begin_slice(self, num_pages: int) -> None:
+        """A worker takes the next pages."""
+        self.state = OpState.RUNNING
+        self.next_page += num_pages
+        self._running_slices += 1
 
     def give_up(self, reason: OpEnd) -> None:
         super().give_up(reason)
-        first = self.answered + self.running_pages
+        first = self.next_page
         if self.state is OpState.RUNNING and first < self.end_page:
             self.pages_answered(first, self._outcomes[first : self.end_page], reason)
             self.end_page = first
             self._is_cut_told = False
             self.session.events.announce(self)
 
-    def settle(self, results: Outcomes) -> None:
-        """The slice that ran has these outcomes for the next pages; the op goes on, unless something says that it
-        ends."""
-        self.answer(results)
-        if self.is_fatal(results):
-            self.finish(OpEnd.BAD_PAGE)
+    def settle(self, results: Outcomes, fault: OpEnd | None = None) -> None:
+        """The slice that began first has ended with these outcomes for the next pages, for none where it brought
+        nothing; its other pages are to be begun again. `fault`: the op ends, for this reason. Else it goes on, unless
+        the outcomes or who gave it up say that it ends. NOTE: it does so after its last slice that runs: until then
+        workers touch its frames."""
+        if len(results):
+            self._answer(results, fault)
+        if fault is None and self.is_fatal(results):
+            fault = OpEnd.BAD_PAGE
+        self._fault = self._fault or fault
+        self._running_slices -= 1
+        if self._running_slices:
+            return
+        self.next_page = self.answered
+        if self._fault is not None:
+            self.finish(self._fault)
         else:
             self.go_on(is_complete=self.answered == len(self))
 
@@ -153,7 +168,7 @@ class PageOp(Op):
     def finish(self, reason: OpEnd) -> None:
         self.end = reason
         if self.answered < self.end_page:
-            self.answer(outcomes(self.end_page - self.answered, Outcome.CANCELLED))
+            self._answer(outcomes(self.end_page - self.answered, Outcome.CANCELLED), reason)
         super().finish(reason)
 
     def take_news(self) -> list[Event]:
@@ -165,6 +180,13 @@ class PageOp(Op):
             first, self._told = self._told, self.answered
             events.append(self.pages_event(first, self._outcomes[first : self._told].copy()))
         return events
+
+    def _answer(self, results: Outcomes, end: OpEnd | None) -> None:
+        """The next len(results) pages have these outcomes, because of `end` unless it is None."""
+        first, self.answered = self.answered, self.answered + len(results)
+        self._outcomes[first : self.answered] = results
+        self.pages_answered(first, results, end)
+        self.session.events.announce(self)
 
     @abstractmethod
     def pages_answered(self, first: int, results: Outcomes, end: OpEnd | None) -> None:

@@ -28,6 +28,8 @@ from cachesvc.node.workers import Kind, Next, Work
 from cachesvc.outcomes import OpEnd, PageSource, Verb
 from storage_backends.base import Outcome, Outcomes, Segments, outcomes
 
+NOTHING = outcomes(0, Outcome.CANCELLED)
+
 
 class PrefetchOp(PageOp, Work):
     """One prefetch. Its frames [answered, n) are lent to the node."""
@@ -41,8 +43,7 @@ class PrefetchOp(PageOp, Work):
         with self.session.parts.state:
             if self.state is not OpState.QUEUED:
                 return Next.IDLE
-            self.state = OpState.RUNNING
-            self.running_pages = min(self.session.slice_pages, len(self) - self.answered)
+            self.begin_slice(min(self.session.slice_pages, len(self) - self.answered))
             self.session.slice_began()
         results = self._from_frames()
         if not len(results):
@@ -57,9 +58,8 @@ class PrefetchOp(PageOp, Work):
     def fail(self, error: Exception) -> None:
         with self.session.parts.state:
             if self.state is OpState.RUNNING:
-                self._release_flight(outcomes(0, Outcome.CANCELLED))
-                self.answer(outcomes(self.running_pages, Outcome.FAILED))
-                self.finish(OpEnd.FAILED)
+                self._release_flight(NOTHING)
+                self.settle(outcomes(self.next_page - self.answered, Outcome.FAILED), OpEnd.FAILED)
                 self.session.slice_ended()
 
     def finish(self, reason: OpEnd) -> None:
@@ -84,6 +84,10 @@ class PrefetchOp(PageOp, Work):
     def _next_pages(self, count: int) -> slice:
         return slice(self.answered, self.answered + count)
 
+    def _slice(self) -> slice:
+        """The pages that this step is about."""
+        return slice(self.answered, self.next_page)
+
     def _from_frames(self) -> Outcomes:
         """Outcomes of the leading pages that were in frames, or that the flight waited for answered; empty if none."""
         session = self.session
@@ -92,7 +96,7 @@ class PrefetchOp(PageOp, Work):
             results = self._from_flight(joined)
             if len(results):
                 return results
-        pages = self._next_pages(self.running_pages)
+        pages = self._slice()
         keys, depths, frames = self.keys[pages], self.depths[pages], self.frames[pages]
         copied = leading(session.parts.pages.copy(keys, depths, session.slot, frames, only_leading=True))
         session.parts.counters.pages_from.inc(copied, PageSource.REGION)
@@ -102,7 +106,7 @@ class PrefetchOp(PageOp, Work):
     def _from_flight(self, flight: Flight) -> Outcomes:
         """Copies the run of pages that `flight` read, then takes over why it ended. Empty: it has no answer for this
         op."""
-        rows = flight.overlap(self.keys[self._next_pages(self.running_pages)])
+        rows = flight.overlap(self.keys[self._slice()])
         answers = flight.outcomes[rows]
         good = leading(answers == Outcome.OK)
         rows = slice(rows.start, rows.start + good)
@@ -128,20 +132,22 @@ class PrefetchOp(PageOp, Work):
         """Claims the next pages; None: another flight has the first one, and the op is parked on it."""
         session, parts = self.session, self.session.parts
         with parts.state:
-            pages = self._next_pages(self.running_pages)
+            pages = self._slice()
             self._joined = parts.reads.blocking(self.keys[pages])
             if self._joined is None:
                 self._flight = parts.reads.claim(self.keys[pages], session.region, self.frames[pages])
                 return self._flight
+            self._park(self._joined)
             session.slice_ended()
-            if self.given_up is not None:
-                self._joined = None
-                self.finish(self.given_up)
-                return None
-            self.state = OpState.PARKED
-            self._joined.parked.append(self)
-            parts.counters.parked.inc(1, self.verb)
             return None
+
+    def _park(self, flight: Flight) -> None:
+        """The step brings nothing; the next one when `flight` has landed."""
+        self.settle(NOTHING)
+        if self.end is None:
+            self.state = OpState.PARKED
+            flight.parked.append(self)
+            self.session.parts.counters.parked.inc(1, self.verb)
 
     def _from_tiers(self, flight: Flight) -> Outcomes:
         session, parts = self.session, self.session.parts

@@ -115,6 +115,7 @@ class NodeMachine(RuleBasedStateMachine):
             clock=self.clock,
             options=NodeOptions(slice_pages=3, max_ops=8, max_store_attempts=2),
         )
+        self.node._parts.pool._max_running_stores = 3  # slices of a lane overlap: one runs inside the other
         self.players = [Player(self.node, "a"), Player(self.node, "b")]
         self.generation = 0
         self.meanwhile = []

@@ -130,8 +130,8 @@ def test_two_sessions_with_the_same_pages_write_them_once(node, engine, backend)
     def other_comes(_):
         if not ops:
             ops.append(twin.backup(KEYS, FRAMES))
-            node._parts.pool._max_running_stores = 2
-            node.run_one()
+            node._parts.pool._max_running_stores = 3
+            assert node.run_one() and node.run_one()  # the writer's next slice, and the twin's first
             assert node.counters.parked.value("backup") == 1
 
     backend.before["put"] = other_comes
