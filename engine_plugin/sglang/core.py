@@ -177,7 +177,7 @@ class StorageCore:
                 if pool == KV:  # the others' pages are parts of these
                     batch.num_pages = int(np.count_nonzero(is_good))
                     batch.num_bytes = batch.num_pages * store.page_bytes
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             logger.error("%s of %d pages of pool %r: %s", way.value, len(hashes), pool, error)
             self.gate.not_asked(StoreVerb.GET if way is Way.PREFETCH else StoreVerb.PUT, len(hashes))
             return [False] * len(hashes)

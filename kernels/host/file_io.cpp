@@ -18,6 +18,7 @@ namespace cachesvc {
 namespace {
 
 constexpr int max_reads = 3;  // of a file that is another one, or was touched, after each
+constexpr mode_t file_mode = 0600;
 constexpr size_t names_grain = 16;  // names per turn of a thread, where each takes microseconds
 constexpr char digits[] = "0123456789abcdef";
 constexpr char page_suffix[] = ".page";
@@ -107,6 +108,17 @@ bool starts_with(int fd, const Segments::Object& object) {
     return true;
 }
 
+bool is_same(const timespec& one, const timespec& other) {
+    return one.tv_sec == other.tv_sec && one.tv_nsec == other.tv_nsec;
+}
+
+// Whether a file may become another object's: it is as a writer makes it, nobody else has it, by another name or by its
+// rights, and its times are fine enough to tell a reader. Those that are whole microseconds by chance are no loss.
+bool is_reusable(const struct stat& status) {
+    return S_ISREG(status.st_mode) && status.st_nlink == 1 && status.st_uid == geteuid() &&
+           (status.st_mode & 07777) == file_mode && status.st_mtim.tv_nsec % 1000 != 0;
+}
+
 // Whatever somebody put under an object's name, opening it neither waits (for the other end of a pipe) nor leads away.
 constexpr int open_object = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW;
 
@@ -162,10 +174,10 @@ int FileIo::open_temporary(const ObjectId& id, const std::string& path, bool is_
         if (opened >= 0) return opened;
         unlinkat(directory_, path.c_str(), 0);
     }
-    const int opened = openat(directory_, path.c_str(), create, 0600);
+    const int opened = openat(directory_, path.c_str(), create, file_mode);
     if (opened >= 0 || errno != ENOENT) return opened;
     if (mkdirat(directory_, shard_name(id).c_str(), 0700) != 0 && errno != EEXIST) return -1;  // its shard's first
-    return openat(directory_, path.c_str(), create, 0600);
+    return openat(directory_, path.c_str(), create, file_mode);
 }
 
 void FileIo::publish(const ObjectId* ids, const uint64_t* numbers, const uint8_t* which, size_t count,
@@ -212,9 +224,11 @@ int FileIo::read_once(const std::string& path, const Segments::Object& object, b
     size_t got = 0;
     if (int error = read_object(file, object, direct_ ? direct_alignment : 1, &got)) return error;
     if (fstatat(directory_, path.c_str(), &after, AT_SYMLINK_NOFOLLOW) != 0) return errno;
-    // By its number the file may be the same and have been another object's in between; the time of change tells.
+    // By its number the file may be the same and have been another object's in between. Its times tell: each writer
+    // gives it one of modification of its own when its bytes are there, and the system one of every change, which on
+    // older systems is as coarse as a tick.
     *is_whole = before.st_ino == after.st_ino && before.st_dev == after.st_dev &&
-                before.st_ctim.tv_sec == after.st_ctim.tv_sec && before.st_ctim.tv_nsec == after.st_ctim.tv_nsec;
+                is_same(before.st_mtim, after.st_mtim) && is_same(before.st_ctim, after.st_ctim);
     const size_t wanted = object.bytes();
     return got == wanted && static_cast<size_t>(before.st_size) == wanted ? done : wrong_length;
 }
@@ -252,7 +266,7 @@ int FileIo::reuse_one(const ObjectId& victim, const ObjectId& id, int64_t bytes,
     };
     struct stat status;
     if (fstatat(directory_, path.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0) return errno;
-    if (!S_ISREG(status.st_mode) || status.st_nlink != 1) return removed(path);  // its other names are somebody's copy
+    if (!is_reusable(status)) return removed(path);
     const uint64_t next = next_number_.fetch_add(1);
     const std::string kept = temporary_path(id, next);
     const auto renamed = [&] {
@@ -261,9 +275,11 @@ int FileIo::reuse_one(const ObjectId& victim, const ObjectId& id, int64_t bytes,
     int error = renamed();
     if (error == ENOENT && (mkdirat(directory_, shard_name(id).c_str(), 0700) == 0 || errno == EEXIST))
         error = renamed();
-    if (error == ENOENT) return error;
-    if (error) return removed(path);
-    if (status.st_size > bytes && !cut(kept, bytes)) return removed(kept);
+    if (error) return removed(path);  // which tells a victim that is gone from a shard that cannot be made
+    // Only what is under a name that nobody looks for stays as it is.
+    if (fstatat(directory_, kept.c_str(), &status, AT_SYMLINK_NOFOLLOW) != 0 || !is_reusable(status) ||
+        (status.st_size > bytes && !cut(kept, bytes)))
+        return removed(kept);
     *number = next;
     return done;
 }
@@ -287,11 +303,12 @@ int FileIo::set_aside_one(const ObjectId& id, const Segments::Object& object) {
         error = rename_new(directory_, path.c_str(), target.c_str());
     if (error == EEXIST) return unlinkat(directory_, path.c_str(), 0) == 0 ? kept_earlier : errno;
     if (error) return error;
-    // Between the comparison and the rename another writer may have put a good object under the name: put that back.
+    // Between the comparison and the rename another writer may have put a good object under the name, in the same file
+    // even: put that back.
     struct stat compared, moved;
     if (fstat(file, &compared) != 0 || fstatat(directory_, target.c_str(), &moved, AT_SYMLINK_NOFOLLOW) != 0)
         return errno;
-    if (compared.st_ino == moved.st_ino) return done;
+    if (compared.st_ino == moved.st_ino && starts_with(file, object)) return done;
     rename_new(directory_, target.c_str(), path.c_str());
     return different;
 }

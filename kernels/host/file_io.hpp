@@ -7,8 +7,8 @@
 //
 // The file of an object that leaves for the room of another becomes that one's: it loses its name first and is written
 // over then. Giving blocks back and taking others halves the rate of a thin disk, and on a full one there may be none.
-// So what a reader has opened may change under it: a read counts only if the file still has its name after it, and
-// nobody has touched it meanwhile.
+// So what a reader has opened may change under it: a read counts only if the file still has its name after it, and its
+// times: of modification, which every writer sets to the nanosecond, and of change.
 //
 // Nothing is synced: after a power failure a file may be short or hold zeros, which the checksum in its header reveals.
 // Everything is relative to one directory descriptor. No state is kept beyond that, a counter and the threads.
@@ -51,7 +51,8 @@ class FileIo {
     void read(const ObjectId* ids, const Segments& segments, int32_t* errors);
     void remove(const ObjectId* ids, const uint8_t* set_aside, size_t count, int32_t* errors);
     // Removes objects, but keeps each one's file, cut to bytes[i] where it is longer, as temporary file of another
-    // object: numbers[i] names it. 0: there is none, because of an error or because the file has other names as well.
+    // object: numbers[i] names it. 0: there is none, because of an error or because the file is not to be written over:
+    // it has other names, another user's rights, or times too coarse to tell a reader.
     void reuse(const ObjectId* victims, const ObjectId* ids, const int64_t* bytes, size_t count, uint64_t* numbers,
                int32_t* errors);
     // Bytes, -1 where there is none, -errno - 1 for other errors.

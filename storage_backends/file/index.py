@@ -113,11 +113,11 @@ class FileIndex:
             )
         if others.any():
             errors[others] = self._files.remove(np.ascontiguousarray(victims[others]), set_aside[others])
+        if errors.any():
+            # Somebody may be refused, and then his room is free from `settle` on: no file may be left in it.
+            self._files.discard(ids, numbers, numbers > 0)
+            numbers[:] = 0
         self._settle(reservation, errors)
-        refused = (numbers > 0) & (reservation.admission() != Admission.GRANTED)
-        if refused.any():
-            self._files.discard(ids, numbers, refused)
-            numbers[refused] = 0
         return numbers
 
     def remove_victims(self, reservation: Reservation) -> tuple[ObjectIds, NDArray[np.int32]]:

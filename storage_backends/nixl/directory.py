@@ -162,7 +162,7 @@ class NixlDirectory(ObjectDirectory):
 
 
 def _state(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_ino, status.st_dev, status.st_ctime_ns
+    return status.st_ino, status.st_dev, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _stamped(files: dict[int, int], modified_ns: NDArray[np.int64]) -> bool:

@@ -16,7 +16,7 @@ from engine_plugin.sglang.config import StorageConfig
 from engine_plugin.sglang.core import KV, PoolNeed, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
 from engine_plugin.sglang.host_pages import pages_of, split_pages
-from engine_plugin.sglang.pool_store import NOWHERE
+from engine_plugin.sglang.pool_store import NOWHERE, Place
 from engine_plugin.sglang.rank_store import PoolPlan
 from tests.helpers.channels import RunningDoor
 from tests.helpers.node_process import NodeProcess
@@ -200,11 +200,15 @@ def test_slots_that_do_not_fit_are_pages_that_are_not_there(door, slots):
     core.close()
 
 
-@pytest.mark.parametrize("name", ["", "0" * 63, "z" * 64, "0" * 128])
+@pytest.mark.parametrize("name", ["", "0" * 63, "z" * 64, "0" * 128, b"0" * 64, None, "\ud800" * 64])
 def test_hashes_that_are_none(door, name):
+    """What is raised ends the thread of SGLang's that stores or loads; its scheduler does not ask for such a name."""
     core = opened(door.path, MhaPool())
     assert put(core, [name], [1]) == [False]
-    with pytest.raises(ValueError, match=r"page hashes|hexadecimal"):
+    assert get(core, [name], [1]) == [False]
+    place = Place(1, [name])
+    assert core.put(KV, hashes(1), slots_of(1), place, core.gate.deadline(StoreVerb.PUT)) == [False]
+    with pytest.raises((TypeError, ValueError), match=r"hashes\[0\]"):
         core.count_hits([name])
     core.close()
 

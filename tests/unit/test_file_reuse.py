@@ -10,10 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cachekernels.objects import Reservation
+from numpy.typing import NDArray
 
 from storage_backends.base import ObjectIds, Outcome
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
+from storage_backends.file.index import FileIndex
 from storage_backends.testing.objects import Buffers, make_ids
 
 SIZE, ROOM = 8192, 4
@@ -86,6 +89,36 @@ def test_a_file_with_another_name_is_left_alone(backend: FileBackend, tmp_path: 
     assert len(files(tmp_path)) == 4
 
 
+@pytest.mark.parametrize("why", ["its rights are not a writer's", "its times are coarse"])
+def test_a_file_that_readers_could_not_tell_or_others_may_read_is_left_alone(
+    backend: FileBackend, tmp_path: Path, why: str
+) -> None:
+    put(backend, slice(0, 4))
+    held = []
+    for one in IDS[:4]:
+        path = path_of(tmp_path, one)
+        held.append(path.open("rb", buffering=0))
+        if why == "its times are coarse":
+            os.utime(path, ns=(0, 1_000_000_000_000))
+        else:
+            path.chmod(0o644)
+    assert put(backend, slice(4, 8)) == [Outcome.OK] * 4
+    for file, page in zip(held, PAGES.rows[:4], strict=True):
+        with file:
+            assert file.read() == page.tobytes()
+    assert {one.st_mode & 0o777 for one in files(tmp_path).values()} == {0o600}
+    assert len(files(tmp_path)) == 4
+
+
+def test_a_shard_that_cannot_be_made_keeps_no_victim_out_of_the_count(backend: FileBackend, tmp_path: Path) -> None:
+    put(backend, slice(0, 4))
+    shard = path_of(tmp_path, IDS[4]).parent
+    assert not shard.exists()
+    shard.symlink_to(tmp_path / "none" / "such")  # as on a full file system: to be made it would have to be there
+    assert put(backend, slice(4, 5)) == [Outcome.FAILED]
+    assert sum(one.st_size for one in files(tmp_path).values()) == backend.usage().used_bytes == (ROOM - 1) * SIZE
+
+
 @pytest.mark.parametrize("answer", [False, None])
 def test_a_guard_that_says_no_leaves_no_file(backend: FileBackend, tmp_path: Path, answer: bool | None) -> None:
     put(backend, slice(0, 4))
@@ -103,12 +136,23 @@ def test_a_guard_that_says_no_leaves_no_file(backend: FileBackend, tmp_path: Pat
     assert backend.usage().used_bytes == 0
 
 
-def test_objects_that_lose_their_room_leave_no_file(backend: FileBackend, tmp_path: Path) -> None:
+def test_objects_that_lose_their_room_leave_no_file(
+    backend: FileBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = FileIndex._settle
+    left: list[int] = []
+
+    def seen(index: FileIndex, reservation: Reservation, errors: NDArray[np.int32]) -> NDArray[np.bool_]:
+        left.append(len(files(tmp_path)))  # the room of those who are refused is anybody's from here on
+        return settle(index, reservation, errors)
+
     put(backend, slice(0, 4))
+    monkeypatch.setattr(FileIndex, "_settle", seen)
     path_of(tmp_path, IDS[3]).unlink()
     path_of(tmp_path, IDS[3]).mkdir()  # cannot be removed as an object, so its room is not to be had
     assert sorted(put(backend, slice(4, 8))) == [Outcome.OK] * 3 + [Outcome.NO_SPACE]
     assert sorted(name for name in files(tmp_path) if name.endswith(".tmp")) == []
+    assert left == [1]
 
 
 def test_a_file_that_cannot_be_opened_is_replaced(backend: FileBackend, tmp_path: Path) -> None:
