@@ -24,10 +24,10 @@ NATIVE := CMakeLists.txt kernels/CMakeLists.txt kernels/cachekernels/sources.py 
 help:
 	@echo "make demo     a real model serves agent sessions that do not fit the device pool: without tiers, with, after a restart"
 	@echo "make test     all tests        (ARGS='-k tree', MARK='not system')"
-	@echo "make test-engines ENGINE=vllm   the plug-in on the real engine, in an environment of its own (3.5 GB, made once)"
+	@echo "make test-engines ENGINE=vllm   the plug-in on the real engine (or sglang), in an environment of its own (3.5 GB, made once)"
 	@echo "make soak     a node and its engines killed and stopped a thousand times (ARGS='--rounds 5000 --seed 7')"
 	@echo "make bench    all figures      (ONLY='radix.*', JSON=out.json, ROUNDS=7)"
-	@echo "make bench-engines ENGINE=vllm  the figures of that engine, in its environment (ONLY, JSON, ROUNDS)"
+	@echo "make bench-engines ENGINE=vllm  the figures of that engine (or sglang), in its environment (ONLY, JSON, ROUNDS)"
 	@echo "make check    ruff, mypy, import-linter, generated code"
 	@echo "make setup    the environment in $(VENV); make build: the native core after a change; make proto: cachesvc/rpc"
 

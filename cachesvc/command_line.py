@@ -61,14 +61,14 @@ def at_least(least: int, what: str = "") -> Callable[[str], int]:
     return parse
 
 
-def number(text: str, most: float) -> float:
-    """A number from 0 to `most`."""
-    return _number(text, most, "at least 0", lambda value: value >= 0)
+def number(text: str, most: float, unit: str) -> float:
+    """A number from 0 to `most`; its `unit` is not written."""
+    return _number(text, most, f"at least 0 ({unit})", lambda value: value >= 0)
 
 
-def above_zero(text: str, most: float) -> float:
-    """A number above 0, up to `most`."""
-    return _number(text, most, "more than 0", lambda value: value > 0)
+def above_zero(text: str, most: float, unit: str = "") -> float:
+    """A number above 0, up to `most`; its `unit`, if it has one, is not written."""
+    return _number(text, most, f"more than 0{unit and f' ({unit})'}", lambda value: value > 0)
 
 
 def _number(text: str, most: float, expected: str, is_enough: Callable[[float], bool]) -> float:

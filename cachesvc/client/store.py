@@ -76,8 +76,8 @@ def connect_store(
 
     address: `unix:///path/to/node.sock`, or `auto`: where this machine's daemon listens. namespace: pages of other
     namespaces are never found. tenant: whose memory and pages these are. memory_bytes: size of the tenant's slab for
-    this page size, where it has none yet. timeout_s: of each call; connect_timeout_s: of the first connection, during
-    which the node may have to clear the slab's memory.
+    this page size, where it has none yet (`Store.memory_bytes`: what it is). timeout_s: of each call;
+    connect_timeout_s: of the first connection, during which the node may have to clear the slab's memory.
 
     A node that is not there is no error: the store's calls answer UNAVAILABLE until it is. Raises ValueError or
     TypeError for an argument that is none, AttachRefused where the node is there and will not serve this client (its
@@ -119,6 +119,11 @@ class Store:
     def is_connected(self) -> bool:
         """Whether the last call left the node connected."""
         return self._connection.is_connected
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the slab: as large as its first client asked for. 0: the node is away."""
+        return self._connection.memory_bytes
 
     def put(
         self,

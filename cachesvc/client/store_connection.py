@@ -48,6 +48,12 @@ class StoreConnection(ABC):
         """Whether there is a link, as far as is known."""
         return self._link is not None
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of the slab behind the link, which may be another client's and of another size than asked for. 0: no link."""
+        link = self._link
+        return 0 if link is None else link.region.num_frames * link.region.stride_bytes
+
     def open(self, timeout_s: float) -> None:
         """The first attempt. A node that is away is no error; AttachRefused."""
         try:

@@ -57,7 +57,7 @@ def command(argv: Sequence[str]) -> int:
     if wanted.json:
         print(json.dumps(answers, indent=1))
     else:
-        _show(answers)
+        _try_to_show(answers)
     return 0 if answers["node"]["is_ready"] else 1
 
 
@@ -77,6 +77,14 @@ def _get(url: str) -> Any:
         return json.load(answer)
 
 
+def _try_to_show(answers: dict[str, Any]) -> None:
+    try:
+        _show(answers)
+    except KeyError as missing:
+        version = answers["node"]["version"]
+        print(f"cachesvc status: this daemon, cachesvc {version}, has no {missing}; try --json", file=sys.stderr)
+
+
 def _show(answers: dict[str, Any]) -> None:
     node = answers["node"]
     state = "ready" if node["is_ready"] else f"not ready: {'; '.join(node['reasons'])}"
@@ -93,7 +101,11 @@ def _show(answers: dict[str, Any]) -> None:
         )
     )
     console.print(
-        _table("regions", ["manager", "size", "frames", "lent", "quarantined"], map(_region, answers["regions"]))
+        _table(
+            "regions",
+            ["manager", "clients", "size", "frames", "lent", "quarantined"],
+            map(_region, answers["regions"]),
+        )
     )
 
 
@@ -134,6 +146,7 @@ def _session(session: dict[str, Any]) -> tuple[object, ...]:
 def _region(region: dict[str, Any]) -> tuple[object, ...]:
     return (
         region["manager"],
+        region["num_clients"],
         size(region["total_bytes"]),
         region["num_frames"],
         region["lent_frames"],

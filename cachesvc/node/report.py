@@ -36,7 +36,7 @@ class SessionReport:
 @dataclass(frozen=True)
 class RegionReport:
     """One region. `manager` says who decides what its frames hold; `page_bytes` is the size of its memory pages;
-    `is_locked`: the node keeps it from being swapped out."""
+    `is_locked`: the node keeps it from being swapped out; `num_clients`: connections that use it now."""
 
     region_id: str
     manager: str
@@ -47,6 +47,7 @@ class RegionReport:
     lent_frames: int
     quarantined_frames: int
     is_locked: bool
+    num_clients: int
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,16 @@ def report_sessions(sessions: Iterable[Session]) -> tuple[SessionReport, ...]:
 def report_regions(sessions: Iterable[Session], kept: KeptRegions, slabs: Iterable[Slab]) -> tuple[RegionReport, ...]:
     """With the node's state lock held."""
     return (
-        *(_region(session.region, f"session {session.session_id}", session) for session in sessions),
-        *(_region(region, "kept for a successor", None) for region in kept.regions()),
-        *(_region(slab.region, f"the node, for tenant {slab.tenant!r}", slab) for slab in slabs),
+        *(
+            _region(session.region, f"session {session.session_id}", session, int(not session.is_lost))
+            for session in sessions
+        ),
+        *(_region(region, "kept for a successor", None, 0) for region in kept.regions()),
+        *(_region(slab.region, f"the node, for tenant {slab.tenant!r}", slab, slab.num_clients) for slab in slabs),
     )
 
 
-def _region(region: Region, manager: str, session: FrameSession | None) -> RegionReport:
+def _region(region: Region, manager: str, session: FrameSession | None, num_clients: int) -> RegionReport:
     quarantined = 0 if session is None else session.num_quarantined()
     lent = 0 if session is None else int(np.count_nonzero(session.is_lent))
     return RegionReport(
@@ -122,6 +126,7 @@ def _region(region: Region, manager: str, session: FrameSession | None) -> Regio
         lent_frames=lent - quarantined,
         quarantined_frames=quarantined,
         is_locked=region.is_locked,
+        num_clients=num_clients,
     )
 
 

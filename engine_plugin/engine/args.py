@@ -339,8 +339,8 @@ def _ratio(text: str) -> float:
 
 
 def _gigabytes(text: str) -> float:
-    return number(text, MOST_GIGABYTES)
+    return number(text, MOST_GIGABYTES, "GB")
 
 
 def _seconds(text: str) -> float:
-    return number(text, MOST_SECONDS)
+    return number(text, MOST_SECONDS, "seconds")

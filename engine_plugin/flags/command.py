@@ -2,6 +2,7 @@
 
     cachesvc flags vllm --model Qwen/Qwen3-8B
     cachesvc flags vllm --model Qwen/Qwen3-8B --address private --storage file --host-memory 32 --json
+    cachesvc flags sglang --model Qwen/Qwen3-8B --host-memory 16
 
 Options are checked as the plug-in checks them. Nothing is started, and the engine need not be installed. Exit status 0,
 or 2 for what does not fit.
@@ -79,13 +80,13 @@ def _parser() -> Parser:
         help="for pages, all ranks of the engine together: vLLM's host_size_gib; for SGLang memory_gib (default 1), "
         "which is the node's, beside SGLang's own",
     )
-    parser.add_argument("--group", type=not_empty, help="the name under which the node keeps the engine's memory")
+    parser.add_argument("--group", type=not_empty, help="of vLLM: the name under which the node keeps its memory")
     parser.add_argument("--json", action="store_true", help="argv, environment, options and notes as JSON")
     return parser
 
 
 def _gib(text: str) -> float:
-    return above_zero(text, MOST_GIB)
+    return above_zero(text, MOST_GIB, "GiB")
 
 
 def _json_object(text: str) -> dict[str, object]:

@@ -105,6 +105,7 @@ class RankStore:
             for pages, namespace in plan.shards:
                 demand = Demand(namespace, pages.page_bytes, max(memory_bytes, 2 * pages.page_bytes))
                 shards.append(Shard(pages, self._stores(demand)))
+                self._say_if_less(plan.name, demand, shards[-1].stores.put.memory_bytes)
         except BaseException:
             deadline = Deadline(LEAVING_S)
             for shard in shards:
@@ -114,6 +115,16 @@ class RankStore:
         logger.info(
             "host pool %r: pages of %d bytes under %s", plan.name, self._pools[plan.name].page_bytes, plan.shards[0][1]
         )
+
+    def _say_if_less(self, name: str, demand: Demand, memory_bytes: int) -> None:
+        """`memory_bytes`: of the slab; 0 while the node is away."""
+        if 0 < memory_bytes <= demand.memory_bytes - demand.page_bytes:
+            logger.warning(
+                "host pool %r: %.4g GiB of memory, as the first client of tenant %r with pages of %d bytes asked for, "
+                "and not the %.4g GiB asked for here: that changes when the node at %s is started anew",
+                *(name, memory_bytes / 2**30, self._config.tenant, demand.page_bytes, demand.memory_bytes / 2**30),
+                self._node.where,
+            )
 
     def _stores(self, demand: Demand) -> Stores:
         config = self._config

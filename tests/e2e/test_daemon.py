@@ -162,6 +162,14 @@ def test_a_signal_sent_twice_at_once_is_one_signal(home):
         assert daemon.process.wait(60) == 0
 
 
+def test_a_daemon_of_another_version_is_no_trace(capsys):
+    node = {"is_ready": True, "version": "0.0", "pid": 1, "socket": "/s", "admin_url": "http://x"}
+    status._try_to_show({"node": node, "tiers": [], "sessions": [], "regions": [{"manager": "m"}]})
+    shown = capsys.readouterr()
+    assert "pid 1, ready" in shown.out
+    assert shown.err == "cachesvc status: this daemon, cachesvc 0.0, has no 'num_clients'; try --json\n"
+
+
 def test_names_mean_nothing_to_the_terminal(home, capsys):
     tier = {
         "name": "[/foo]\x1b[31m",

@@ -339,9 +339,10 @@ def test_a_tier_that_hangs_keeps_no_hit_from_being_found(door, backend, node):
     core.close()
 
 
-def test_no_node_at_the_start_is_a_node_later():
+def test_no_node_at_the_start_is_a_node_later(caplog):
     process = NodeProcess()
     core = opened(process.path, MhaPool())
+    assert "is away" in caplog.text and "asked for here" not in caplog.text
     assert core.count_hits(hashes(1)) == 0
     assert put(core, hashes(1), [1]) == [False]
     with process:
@@ -378,6 +379,18 @@ def test_a_node_that_comes_back_with_nothing_to_lend_is_said_once(tmp_path, monk
 def test_a_node_that_refuses_says_why(node, door):
     with pytest.raises(ConfigError, match=r"node at unix://.* refuses this engine: .*need 2097152 bytes, have 1048576"):
         opened(door.path, MhaPool(), memory_gib=2**-9)
+
+
+def test_memory_of_another_size_than_asked_for_is_said_once(node, door, caplog):
+    first = opened(door.path, MhaPool(), memory_gib=2**-13)
+    opened(door.path, MhaPool(), memory_gib=2**-13).close()
+    assert "asked for here" not in caplog.text
+    (region,) = node.report().regions
+    assert region.num_clients == 3, "a rank's connections, one of each kind of call"
+    second = opened(door.path, MhaPool())
+    assert caplog.text.count("not the 0.0002441 GiB asked for here") == 1
+    first.close()
+    second.close()
 
 
 def test_a_pool_beside_the_anchor_that_is_refused_is_never_there(node, door, caplog):

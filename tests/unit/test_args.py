@@ -139,7 +139,7 @@ def test_a_wrong_extra_config_is_named(text: str, expected: str, capsys: pytest.
         (["--hicache-ratio", "0"], "must be a number of more than 0, got 0"),
         (["--hicache-ratio", "-3"], "must be a number of more than 0, got -3"),
         (["--hicache-ratio", "inf"], "must be a number of more than 0, got inf"),
-        (["--hicache-size", "nan"], "must be a number of at least 0, got nan"),
+        (["--hicache-size", "nan"], "must be a number of at least 0 (GB), got nan"),
         (["--port", "70000"], "must be in [0, 65535], got 70000"),
         (["--enable-hierarchical-cach"], "did you mean --enable-hierarchical-cache?"),
         (["--hicache-write-polic=write_back"], "did you mean --hicache-write-policy?"),

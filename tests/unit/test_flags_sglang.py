@@ -59,6 +59,7 @@ def test_everything_that_is_said_arrives(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (["--storage-config", '{"path": "/x"}'], "storage_config needs storage_backend"),
         (["--group", "mine"], "group"),
+        (["--host-memory", "16GiB"], "must be a number of more than 0 (GiB), got '16GiB'"),
     ],
 )
 def test_what_does_not_fit_is_one_line(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
