@@ -32,6 +32,7 @@ EPILOG = (
 NO_DEFAULT = re.compile(r" \(default(: None| factory: .*)\)$")
 """Behind the help of a flag whose default is decided later; its description says how."""
 SHORTCUTS = {"channel.socket": "socket"}
+TIER_HEADER = "[[tier]]"
 
 
 def load_config(prog: str, argv: Sequence[str], about: str = "") -> Config:
@@ -141,7 +142,9 @@ def _explain(error: ErrorDetails, path: Path | None, file_values: dict[str, Any]
     key = _dotted(place)
     source = f" (in {path})" if path is not None and _holds(file_values, place) else ""
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key}{source}; {hint(str(place[-1]), _siblings(place))}"
+        return f"unknown key {key}{source}; {_hint(place)}"
+    if error["type"] == "list_type" and place == ("tier",):
+        return f"tier: expected a list of tiers ({TIER_HEADER} in a file), got {_shown(error)!r}{source}"
     said = error["msg"].removeprefix("Value error, ")
     message = re.sub(rf"^(value|{re.escape(str(place[-1]))})=", "", said) if place else said  # the key stands before it
     given = "" if error["type"] == "value_error" else f", got {_shown(error)!r}"
@@ -165,6 +168,15 @@ def _holds(values: Any, place: tuple[int | str, ...]) -> bool:
         except (KeyError, IndexError, TypeError):
             return False
     return True
+
+
+def _hint(place: tuple[int | str, ...]) -> str:
+    """What may be meant by an unknown name: one of its place, or, at the top of a file, of a section."""
+    name = str(place[-1])
+    homes = [key for key in Config.model_fields if len(place) == 1 and name in _siblings((key, name))]
+    if len(homes) != 1:
+        return hint(name, _siblings(place))
+    return f"it belongs below {TIER_HEADER if homes == ['tier'] else f'[{homes[0]}]'}"
 
 
 def _siblings(place: tuple[int | str, ...]) -> list[str]:

@@ -93,6 +93,8 @@ def test_tiers_from_each_source(file, monkeypatch):
         ("[nodes]\nworkers = 3\n", "nodes", "'node'"),
         ('[[tier]]\nbackend = "file"\noption = {}\n', "tier[0].option", "'options'"),
         ('[admin]\nhosts = "x"\n', "admin.hosts", "'host'"),
+        ("workers = 3\n", "workers", "it belongs below [node]"),
+        ('backend = "file"\n', "backend", "it belongs below [[tier]]"),
     ],
 )
 def test_an_unknown_key_in_the_file_names_the_nearest_and_the_file(file, text, key, nearest):
@@ -101,6 +103,11 @@ def test_an_unknown_key_in_the_file_names_the_nearest_and_the_file(file, text, k
     assert f"unknown key {key} " in message
     assert nearest in message
     assert flags[1] in message
+
+
+def test_a_tier_in_single_brackets_is_told_of_two(file):
+    message = refusal(*file('[tier]\nbackend = "file"\n'))
+    assert "tier: expected a list of tiers ([[tier]] in a file), got {'backend': 'file'} (in" in message
 
 
 def test_an_unknown_variable_and_an_unknown_flag_name_the_nearest(monkeypatch):
