@@ -27,6 +27,7 @@ from cachesvc.outcomes import AttachResult, OpEnd
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
+TOTAL = "memory.managed_bytes (cachesvc up --memory.managed-bytes SIZE)"
 FRAME_STATES = (*(state.name.lower() for state in FrameState), "lent", "held")
 MAX_NAME_BYTES = 256
 MAX_FRAMES = 2**31 - 1
@@ -187,10 +188,11 @@ class ManagedMemory:
         """Drops slabs that nobody has open until both bounds leave `need_bytes`. AttachRefused, with nothing dropped:
         they cannot."""
         options = self._parts.options
-        bounds = [(options.managed_bytes, "that managed_bytes allows", list(self._slabs.values()))]
+        bounds = [(options.managed_bytes, f"that {TOTAL} allows", list(self._slabs.values()))]
         if options.managed_tenant_bytes is not None:
             own = [slab for slab in self._slabs.values() if slab.tenant == tenant]
-            bounds.append((options.managed_tenant_bytes, f"that managed_tenant_bytes allows tenant {tenant!r}", own))
+            whose = f"that memory.managed_tenant_bytes allows tenant {tenant!r}"
+            bounds.append((options.managed_tenant_bytes, whose, own))
         for bound_bytes, whose, slabs in bounds:
             have_bytes = bound_bytes - sum(slab.memory_bytes for slab in slabs if slab.num_clients)
             if need_bytes > have_bytes:
