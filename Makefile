@@ -12,6 +12,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 PROTOC ?= build/protoc/bin/python
 ENGINE ?= vllm
+$(if $(filter vllm sglang,$(ENGINE)),,$(error ENGINE=$(ENGINE): there are vllm and sglang))
 ENGINES := build/engines
 ENGINE_ENV := $(ENGINES)/$(ENGINE)
 ENGINE_PY := $(ENGINE_ENV)/bin/python

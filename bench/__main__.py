@@ -50,6 +50,11 @@ def _options(argv: list[str]) -> dict[str, str]:
         if not found or name not in OPTIONS:
             raise SystemExit(f"bench: {argument!r} is not one of {', '.join(f'{key}=…' for key in OPTIONS)}")
         options[name] = value or OPTIONS[name]
+    if not options["ROUNDS"].isdecimal() or not int(options["ROUNDS"]):
+        raise SystemExit(f"bench: ROUNDS={options['ROUNDS']} is not a number of rounds, 1 or more")
+    folder = Path(options["JSON"]).parent
+    if not folder.is_dir():  # it is written when all is over
+        raise SystemExit(f"bench: JSON={options['JSON']}: there is no folder {folder}")
     return options
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import harness
-from bench.__main__ import _table
+from bench.__main__ import _options, _table
 
 
 def test_paired_interleaves_and_takes_medians() -> None:
@@ -63,3 +63,21 @@ def test_a_figure_is_registered_once() -> None:
             harness.figure("test.once", unit="us")(lambda run: run.of([1.0]))
     finally:
         del harness.FIGURES["test.once"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("ROUNDS=x", "ROUNDS=x is not a number of rounds, 1 or more"),
+        ("ROUNDS=0", "ROUNDS=0 is not a number"),
+        ("JSON=/no/such/out.json", "there is no folder /no/such"),
+        ("ROUND=3", "'ROUND=3' is not one of ONLY=…, JSON=…, ROUNDS=…"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_before_anything_is_measured(argument: str, reason: str) -> None:
+    with pytest.raises(SystemExit, match=f"^bench: .*{re.escape(reason)}"):
+        _options([argument])
+
+
+def test_an_option_left_empty_has_its_default() -> None:
+    assert _options(["ONLY=", "JSON=out.json", "ROUNDS="]) == {"ONLY": "*", "JSON": "out.json", "ROUNDS": "7"}
