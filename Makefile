@@ -12,7 +12,9 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip
 PROTOC ?= build/protoc/bin/python
 ENGINE ?= vllm
+ifneq (,$(filter %engines engine,$(MAKECMDGOALS)))
 $(if $(filter vllm sglang,$(ENGINE)),,$(error ENGINE=$(ENGINE): there are vllm and sglang))
+endif
 ENGINES := build/engines
 ENGINE_ENV := $(ENGINES)/$(ENGINE)
 ENGINE_PY := $(ENGINE_ENV)/bin/python
