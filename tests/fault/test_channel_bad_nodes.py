@@ -13,11 +13,11 @@ import pytest
 from cachekernels.region import Region, Side
 
 from cachesvc.client import greeting
-from cachesvc.client.base import AttachRefused, AttachRequest, Declined, Lookup, NodeAway
+from cachesvc.client.base import MAX_USED_PAGES, AttachRefused, AttachRequest, Declined, Lookup, NodeAway
 from cachesvc.client.channel import ChannelClient, ChannelClientOptions
 from cachesvc.node.events import OpEnded
 from cachesvc.outcomes import AttachResult, Decline, OpEnd
-from cachesvc.rpc import channel_pb2, codec, common_pb2
+from cachesvc.rpc import channel_pb2, codec, common_pb2, managed_pb2
 from cachesvc.rpc.framing import FrameReader, to_frame
 from storage_backends.base import Outcome
 from tests.oracles.pages import HANG_S, IDENTITY, chain, depths
@@ -71,8 +71,8 @@ class FakeNode:
     def say(self, message):
         self.sock.sendall(message if isinstance(message, bytes) else to_frame(message))
 
-    def answering(self, answer):
-        """Answers calls on a thread until the client has gone."""
+    def answering(self, answer, *, hears_all=False):
+        """Answers calls on a thread until the client has gone. hears_all: `answer` sees what is no call, too."""
 
         def run():
             reader = FrameReader(1 << 23)
@@ -82,8 +82,9 @@ class FakeNode:
                     while (frame := reader.next()) is not None:
                         message = channel_pb2.ToNode()
                         message.ParseFromString(frame)
+                        reply = answer(message) if message.call or hears_all else None
                         if message.call:
-                            self.say(answer(message))
+                            self.say(reply)
 
         threading.Thread(target=run, daemon=True).start()
 
@@ -95,6 +96,10 @@ class FakeNode:
         self.region.close()
         if self._theirs is not None:
             self._theirs.close()
+
+
+def used_message(keys):
+    return channel_pb2.ToNode(used=managed_pb2.Used(prefix=keys.tobytes()))
 
 
 @pytest.fixture
@@ -289,6 +294,37 @@ def test_an_error_for_an_answer_is_nothing_found(node):
     assert client.lookup(KEYS) == Lookup(0)
     assert not len(client._ledger)
     client.detach()
+
+
+@pytest.mark.parametrize("takes_used", [False, True])
+def test_a_node_that_does_not_say_that_it_is_to_be_told_of_use_is_not(takes_used):
+    """An older one would say that it does not know the message."""
+    heard = []
+
+    def answer(asked):
+        heard.append(asked.WhichOneof("body"))
+        return ToClient(call=asked.call, pong=channel_pb2.Pong())
+
+    with FakeNode(takes_used=takes_used) as node:
+        node.answering(answer, hears_all=True)
+        client = node.client(call_timeout_s=HANG_S)
+        client.used(KEYS)
+        client._call(channel_pb2.ToNode(ping=channel_pb2.Ping()), HANG_S)
+        assert ("used" in heard) == takes_used
+        client.detach()
+
+
+def test_a_node_that_does_not_read_is_told_of_use_without_waiting():
+    """A flood of it fills what a connection may hold back, and no more; then it is passed over."""
+    many = np.tile(KEYS, (MAX_USED_PAGES // len(KEYS), 1))
+    with FakeNode(takes_used=True) as node:
+        client = node.client()
+        kept = [client._post(used_message(many)) for _ in range(300)]
+        assert kept[0]
+        assert not kept[-1]
+        client.used(many)
+        assert is_connected(client)
+        client.detach()
 
 
 def test_more_pages_than_asked_for_are_not_believed(node):
