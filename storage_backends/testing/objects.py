@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ _ALIGNMENT = 4096
 def make_ids(count: int, seed: int = 0) -> ObjectIds:
     """uint8[count, 36], random and the same for the same seed."""
     return np.random.default_rng([seed, 1]).integers(0, 256, (count, OBJECT_ID_BYTES), dtype=np.uint8)
+
+
+def fine_time_ns() -> int:
+    """Now, never in whole microseconds: a file whose times are so coarse is not written over."""
+    return time.time_ns() // 1000 * 1000 + 500
 
 
 def open_descriptors() -> int:

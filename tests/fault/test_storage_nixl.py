@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from storage_backends.registry import INSTALL
 from storage_backends.s3.backend import make_client
 from storage_backends.s3.backend import open_backend as s3_backend
 from storage_backends.s3.config import S3Config
-from storage_backends.testing.objects import Buffers, make_ids
+from storage_backends.testing.objects import Buffers, fine_time_ns, make_ids
 from tests.helpers.resources import growth, resources
 from tests.helpers.scripted_s3 import ScriptedS3, status, value
 from tests.helpers.seaweed import Seaweed
@@ -39,7 +40,8 @@ SIZE = 8192
 
 @contextmanager
 def opened(root: Path, **options: object) -> Iterator[NixlBackend]:
-    backend = NixlBackend(NixlConfig.parse({"path": root, "capacity_bytes": "64 MiB", "threads": 1, **options}))
+    config = NixlConfig.parse({"path": root, "capacity_bytes": "64 MiB", "threads": 1, **options})
+    backend = NixlBackend(config, clock_ns=fine_time_ns)
     try:
         assert backend.wait_ready(30)
         yield backend
@@ -166,6 +168,16 @@ class TestWhoMovesWhat:
             assert not left.exists()
 
 
+def without_time_of_change(status: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+    """`os.stat` or `os.fstat` of a system whose times of change are so coarse that all are the same."""
+
+    def coarse(*arguments: Any, **options: Any) -> os.stat_result:
+        found = status(*arguments, **options)
+        return os.stat_result(found[:10], {"st_mtime_ns": found.st_mtime_ns, "st_ctime_ns": 0})
+
+    return coarse
+
+
 class TestFilesThatAreWrittenOver:
     @staticmethod
     def path(root: Path, name: str) -> Path:
@@ -184,11 +196,15 @@ class TestFilesThatAreWrittenOver:
             assert native_files(backend) == 0
             assert len(list(tmp_path.glob("??/*"))) == 4
 
+    @pytest.mark.parametrize("is_coarse", [False, True], ids=["fine times of change", "coarse times of change"])
     @pytest.mark.parametrize("num_between", [1, 2])
     def test_what_is_read_meanwhile_is_read_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_between: int
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_between: int, is_coarse: bool
     ) -> None:
         """`num_between` objects get the file while NIXL reads from it; the last of them is the one that is read."""
+        if is_coarse:
+            monkeypatch.setattr(os, "stat", without_time_of_change(os.stat))
+            monkeypatch.setattr(os, "fstat", without_time_of_change(os.fstat))
         ids, pages, target = make_ids(2), Buffers.make(3, SIZE, seed=1), Buffers.make(1, SIZE)
         with opened(tmp_path, capacity_bytes=SIZE) as backend:
             read = backend.agent.read

@@ -17,7 +17,7 @@ from storage_backends.base import ObjectIds, Outcome
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
 from storage_backends.file.index import FileIndex
-from storage_backends.testing.objects import Buffers, make_ids
+from storage_backends.testing.objects import Buffers, fine_time_ns, make_ids
 
 SIZE, ROOM = 8192, 4
 IDS = make_ids(64)
@@ -25,7 +25,8 @@ PAGES = Buffers.make(64, SIZE, seed=1)
 
 
 def opened(root: Path, **options: object) -> FileBackend:
-    backend = FileBackend(FileConfig.parse({"path": root, "capacity_bytes": ROOM * SIZE, "threads": 1, **options}))
+    config = FileConfig.parse({"path": root, "capacity_bytes": ROOM * SIZE, "threads": 1, **options})
+    backend = FileBackend(config, clock_ns=fine_time_ns)
     assert backend.wait_ready(30)
     return backend
 
