@@ -1,22 +1,18 @@
 """A prompt whose beginning its client has by itself."""
 
 import pytest
-from cachekernels.pages import object_ids
 
-from cachesvc.identity import store_keys
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
-from storage_backends.base import Outcome
 from storage_backends.registry import open_backend
 from tests.helpers.store_user import (
-    NAMESPACE,
     PAGE_BYTES,
     TENANT,
     StoreUser,
 )
 from tests.oracles.pages import run_all
-from tests.unit.managed.pages import EXISTS, KEYS, MISS, OK
+from tests.unit.managed.pages import EXISTS, KEYS, MISS, OK, held
 
 
 def grown(user, pages=6):
@@ -115,8 +111,3 @@ def test_pages_read_behind_a_prefix_leave_a_tier_before_it(small_tier):
         user.put(KEYS[10:16])
         run_all(node)
         assert held(small_tier, KEYS[:8]) == [True] * 2 + [False] * 6
-
-
-def held(backend, keys):
-    own = store_keys(TENANT, NAMESPACE, PAGE_BYTES, keys)
-    return (backend.contains(object_ids(own)) == Outcome.OK).tolist()
