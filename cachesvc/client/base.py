@@ -107,7 +107,7 @@ class Declined:
 
 
 MAX_USED_PAGES = 2048
-"""Of one `CacheClient.used`: what costs the node well below a millisecond."""
+"""Of a prompt's beginning that one call tells to be in use: what costs the node well below a millisecond."""
 
 
 class CacheClient(ABC):

@@ -14,6 +14,7 @@ import numpy as np
 from cachekernels.pages import hashes_from_hex
 from numpy.typing import NDArray
 
+from cachesvc.client.base import MAX_USED_PAGES
 from cachesvc.client.store import Store
 from cachesvc.client.store_hold import PageHold
 from engine_plugin.sglang.gate import Deadline, Gate, StoreVerb
@@ -26,8 +27,6 @@ Keys = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
 NEARLY_OVER_S = 1e-3
-MAX_PREFIX = 2048
-"""Pages of a prefix that are told to be in use; a node takes about as many in one call."""
 WORST_GOOD = np.uint8(Outcome.EXISTS)  # of an array's own kind: comparing it with an enumeration costs 25 µs in a query
 
 
@@ -63,7 +62,7 @@ class Place:
 
     def prefix_keys(self) -> Keys:
         """uint8 [m, 32]."""
-        return hashes_from_hex(self.prefix[:MAX_PREFIX])
+        return hashes_from_hex(self.prefix[:MAX_USED_PAGES])
 
 
 NOWHERE = Place()
