@@ -225,6 +225,7 @@ class StorageBackend(ABC):
 
     def knows_all(self) -> bool:
         """Whether what is not `known` is not there, now; otherwise `contains` may find more, by asking the medium.
+        To be asked before `known`, as a scan may end at any time.
 
         Never blocks and never raises; False once closed.
         """

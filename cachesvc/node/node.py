@@ -151,12 +151,13 @@ class Node:
         check_keys(keys)
         if not session.is_enabled or not len(keys):
             return Lookup(0)
+        must_probe = self._parts.tiers.must_probe
         num_pages = num_known(session, keys)
         if num_pages == len(keys):
             return Lookup(num_pages)
         with self._parts.state:
-            reason = self._why_not(session) if self._parts.tiers.must_probe else None
-            if self._parts.tiers.must_probe and reason is None:
+            reason = self._why_not(session) if must_probe else None
+            if must_probe and reason is None:
                 probe = ProbeOp(next(self._ids), session, keys.copy(), num_pages)
                 session.ops[probe.op_id] = probe
                 self._parts.pool.submit(probe)

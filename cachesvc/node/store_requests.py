@@ -157,11 +157,12 @@ class Lookup:
             self.below(rows)
             return
         parts = self.session.slab.parts
+        must_probe = parts.tiers.must_probe
         held = is_shown[rows]
         if not held.all():
             held |= parts.tiers.known(object_ids(self.keys.take(rows, axis=0)))
         unknown = rows[~held]
-        if not len(unknown) or not parts.tiers.must_probe:
+        if not len(unknown) or not must_probe:
             self.below(rows[held])
             return
 

@@ -99,7 +99,8 @@ class TierChain:
 
     @property
     def must_probe(self) -> bool:
-        """Whether some tier cannot say from memory what it holds, or not yet (a scan still running)."""
+        """Whether some tier cannot say from memory what it holds, or not yet (a scan still running). To be read before
+        `known`: a scan that ends between the two has found pages that `known` would have missed."""
         return not all(tier.backend.knows_all() for tier in self._tiers)
 
     def known(self, ids: ObjectIds) -> NDArray[np.bool_]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cachekernels.files import FileIo
+from cachekernels.objects import ObjectIndex
 from numpy.typing import NDArray
 
 from storage_backends.base import ObjectIds, Outcome, Outcomes, Segments, StorageBackend
@@ -531,6 +532,26 @@ class TestStart:
             Outcome.OK, Outcome.EXISTS, Outcome.OK, Outcome.OK,
         ]  # fmt: skip
         backend.close()
+
+    def test_a_scan_that_ends_while_the_index_is_asked_is_no_miss(
+        self, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ids, pages = make_ids(3), Buffers.make(3, OBJECT_BYTES, seed=1)
+        gate.set()
+        with opened(tmp_path) as backend:
+            backend.put_from(ids, pages.segments())
+        gate.clear()
+        backend, contains = FileBackend(FileConfig(tmp_path, 100 * OBJECT_BYTES)), ObjectIndex.contains
+
+        def before_it_ends(index: ObjectIndex, asked: ObjectIds) -> object:
+            found = contains(index, asked)
+            gate.set()
+            assert backend.wait_ready(60)
+            return found
+
+        with closing(backend), monkeypatch.context() as patched:
+            patched.setattr(ObjectIndex, "contains", before_it_ends)
+            assert backend.contains(ids).tolist() == [Outcome.OK] * 3
 
     def test_close_does_not_wait_for_another_process_to_start(self, tmp_path: Path, gate: threading.Event) -> None:
         first = FileBackend(FileConfig(tmp_path, 2**20))

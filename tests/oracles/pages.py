@@ -194,4 +194,19 @@ class ScriptedBackend(StorageBackend):
         return inner() if answer is None else answer
 
 
+class ScanningBackend(ScriptedBackend):
+    """Its scan ends right after memory has told that it knows nothing. `is_scanning = True` starts one."""
+
+    is_scanning = False
+
+    def knows_all(self):
+        return not self.is_scanning
+
+    def known(self, ids):
+        if not self.is_scanning:
+            return super().known(ids)
+        self.is_scanning = False
+        return np.zeros(len(ids), np.bool_)
+
+
 OK, EXISTS, MISS, CANCELLED = (int(o) for o in (Outcome.OK, Outcome.EXISTS, Outcome.MISS, Outcome.CANCELLED))

@@ -8,7 +8,7 @@ from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from storage_backends.errors import StorageUnavailable
-from tests.oracles.pages import Engine, ScriptedBackend, chain, indices, memory_backend, run_all
+from tests.oracles.pages import Engine, ScanningBackend, ScriptedBackend, chain, indices, memory_backend, run_all
 
 KEYS = chain(1, 10)
 FRAMES = np.arange(10, dtype=np.int32)
@@ -112,6 +112,18 @@ def test_a_tier_that_must_ask_is_probed_by_a_worker(slow):
         assert slow.calls["contains"] == 3
         assert node.counters.lookup_pages.value("probe") == 9
         assert node.counters.lookup_pages.value("miss") == 1
+
+
+def test_a_scan_that_ends_while_memory_is_asked_is_no_miss():
+    backend = ScanningBackend(memory_backend())
+    with make_node(backend) as node:
+        store(node, KEYS[:8], FRAMES[:8])
+        backend.is_scanning = True
+        engine = Engine(node)
+        answer = engine.client.lookup(KEYS)
+        run_all(node)
+        engine.poll()
+        assert engine.hits == {answer.pending_op: 8}
 
 
 def test_a_probe_ends_at_the_first_missing_page(slow):

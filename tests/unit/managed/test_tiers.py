@@ -16,7 +16,7 @@ from tests.helpers.store_user import (
     check_conserved,
     positions,
 )
-from tests.oracles.pages import ScriptedBackend, memory_backend, run_all
+from tests.oracles.pages import ScanningBackend, ScriptedBackend, memory_backend, run_all
 from tests.unit.managed.pages import CORRUPT, FAILED, KEYS, MISS, NO_SPACE, OK, stored
 
 
@@ -122,6 +122,18 @@ def test_tiers_that_must_be_asked_are_asked_by_a_worker():
         assert user.answered(call).outcomes.tolist() == [OK] * 16 + [MISS] * 4
         assert user.get(KEYS[[1, 30, 3]]) == [OK, MISS, OK]
         check_conserved(node)
+
+
+def test_a_scan_that_ends_while_memory_is_asked_is_no_miss():
+    backend = ScanningBackend(memory_backend())
+    with Node([Tier("slow", backend)], manual=True, options=NodeOptions(managed_bytes=8 * PAGE_BYTES)) as node:
+        user = StoreUser(node)
+        for first in range(0, 16, 4):
+            user.put(KEYS[first : first + 4])
+            run_all(node)
+        backend.is_scanning = True
+        call = user.ask("contains", KEYS[:20])
+        assert user.answered(call).outcomes.tolist() == [OK] * 16 + [MISS] * 4
 
 
 def test_two_clients_that_want_the_same_stored_page_get_it(node, backend):
