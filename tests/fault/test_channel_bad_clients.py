@@ -225,7 +225,7 @@ def test_descriptors_that_are_no_region_are_refused_and_closed(node, door, tmp_p
         if isinstance(refused.value, AttachRefused):
             assert refused.value.result is AttachResult.REFUSED_MALFORMED
     assert still_serves(door)
-    assert settled_descriptors(door) == before
+    assert settled_descriptors(door) <= before
     for fd in fds:
         os.close(fd)
 

@@ -74,7 +74,7 @@ def test_one_that_cannot_be_started_is_told_and_leaves_nothing(monkeypatch: pyte
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(PrivateNodeFailed, match="cannot be started") as raised:
         PrivateNode.started(None, {})
-    assert len(os.listdir("/proc/self/fd")) == before, raised  # whose trace keeps the sockets
+    assert len(os.listdir("/proc/self/fd")) <= before, raised  # whose trace keeps the sockets
 
 
 def test_a_node_is_dialled_as_often_as_one_likes(node: PrivateNode) -> None:

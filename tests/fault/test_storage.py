@@ -469,7 +469,7 @@ class TestChangedFromOutside:
         with opened(root):
             root.rename(tmp_path / "elsewhere")
             root.touch()
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
     def test_foreign_files_are_ignored(self, tmp_path: Path) -> None:
         (tmp_path / "ab").mkdir()
@@ -708,7 +708,7 @@ class TestResources:
                 outcomes |= set(backend.get_into(ids, into.segments()).tolist())
                 with pytest.raises(LookupError):
                     backend.put_from(make_ids(batch, seed=2), pages.segments(), raise_lookup_error)
-            assert open_descriptors() == before
+            assert open_descriptors() <= before
             assert below(tmp_path, "??/*.tmp") == []
             assert backend.usage().reserved_bytes == 0
         expected = {Outcome.OK, Outcome.EXISTS, Outcome.MISS, Outcome.CORRUPT, Outcome.CHANGED, Outcome.FAILED}
