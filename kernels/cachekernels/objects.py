@@ -79,13 +79,19 @@ class ObjectIndex:
 
     `total <= capacity_bytes` at every instant, where the total covers objects, objects set aside, victims not removed
     yet and reservations. total_address: where a uint64 lies that several processes share, 0 for a private one; the
-    caller keeps that memory mapped. A put goes `reserve`, remove the victims, `settle`, write, `commit`.
+    caller keeps that memory mapped. A put goes `reserve`, remove the victims, `settle`, write, `name` (where others may
+    share the store), `commit`.
 
     The most recently used object leaves last. Among ids used in one call, later ones are older.
     """
 
     def __init__(self, capacity_bytes: int, total_address: int = 0) -> None:
         self._native = _core.ObjectIndex(capacity_bytes, total_address)
+
+    def show_unnamed(self, address: int) -> None:
+        """Keep there, in a uint64 that the caller keeps mapped, how many bytes are reserved and not named: at most what
+        this process leaves in the shared total when it is killed. Before the first `reserve`."""
+        self._native.show_unnamed(address)
 
     def contains(self, ids: ObjectIds) -> Bools:
         """bool[n]; changes no order."""
@@ -115,6 +121,14 @@ class ObjectIndex:
         """removal: uint8[num_victims] of `Removal`. Those kept are the newest now; granted objects
         become NO_SPACE where too little was removed."""
         self._native.settle(reservation._native, removal)
+
+    def name(self, reservation: Reservation, named: Bools) -> None:
+        """Granted objects get their names on the medium from here on where `named`. Once for a reservation."""
+        self._native.name(reservation._native, named.view(np.uint8))
+
+    def give_back(self, num_bytes: int) -> None:
+        """Room that a process had reserved which was killed."""
+        self._native.give_back(num_bytes)
 
     def commit(self, reservation: Reservation, stored: Bools) -> None:
         """End a reservation: granted objects are in the index now where `stored`, else their room is given back.

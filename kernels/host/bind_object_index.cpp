@@ -23,26 +23,28 @@ struct Reservation {
     std::vector<ObjectId> ids;
     std::vector<uint64_t> bytes;
     std::vector<uint8_t> admission;
+    std::vector<uint8_t> named;
     ObjectIndex::Plan plan;
-    bool is_committed = false;
+    bool is_named = false, is_committed = false;
 };
 
 Reservation reserve(ObjectIndex& index, const Input<uint8_t>& id_rows, const Input<uint64_t>& byte_counts) {
     const Ids ids(id_rows);
     const auto bytes = input_1d(byte_counts, "bytes", ids.count);
-    Reservation made{{ids.data, ids.data + ids.count}, {bytes.begin(), bytes.end()}, {}, {}, false};
+    Reservation made{{ids.data, ids.data + ids.count}, {bytes.begin(), bytes.end()}, {}, {}, {}, false, false};
     made.admission.resize(ids.count);
+    made.named.resize(ids.count);
     nb::gil_scoped_release unlocked;
     made.plan = index.reserve(made.ids.data(), made.bytes.data(), ids.count, made.admission.data());
     return made;
 }
 
-Reservation overflow(ObjectIndex& index) { return {{}, {}, {}, index.overflow(), false}; }
+Reservation overflow(ObjectIndex& index) { return {{}, {}, {}, {}, index.overflow(), false, false}; }
 
 Reservation withdraw(ObjectIndex& index, const Input<uint8_t>& id_rows) {
     const Ids ids(id_rows);
     nb::gil_scoped_release unlocked;
-    return {{}, {}, {}, index.withdraw(ids.data, ids.count), false};
+    return {{}, {}, {}, {}, index.withdraw(ids.data, ids.count), false, false};
 }
 
 void settle(ObjectIndex& index, Reservation& made, const Flags& removal) {
@@ -51,11 +53,20 @@ void settle(ObjectIndex& index, Reservation& made, const Flags& removal) {
     index.settle(made.plan, removed.data(), made.bytes.data(), made.ids.size(), made.admission.data());
 }
 
+void name(ObjectIndex& index, Reservation& made, const Flags& named_flags) {
+    const auto named = input_1d(named_flags, "named", made.ids.size());
+    if (std::exchange(made.is_named, true)) throw nb::value_error("the objects of a reservation are named once");
+    made.named.assign(named.begin(), named.end());
+    nb::gil_scoped_release unlocked;
+    index.name(made.bytes.data(), made.admission.data(), made.named.data(), made.ids.size());
+}
+
 void commit(ObjectIndex& index, Reservation& made, const Flags& stored_flags) {
     const auto stored = input_1d(stored_flags, "stored", made.ids.size());
     if (std::exchange(made.is_committed, true)) return;
     nb::gil_scoped_release unlocked;
-    index.commit(made.ids.data(), made.bytes.data(), made.admission.data(), stored.data(), made.ids.size());
+    index.commit(made.ids.data(), made.bytes.data(), made.admission.data(), made.named.data(), stored.data(),
+                 made.ids.size());
 }
 
 NumpyArray<uint8_t> contains(const ObjectIndex& index, const Input<uint8_t>& id_rows) {
@@ -145,7 +156,10 @@ void bind_index(nb::module_& m) {
         .def("overflow", &overflow)
         .def("withdraw", &withdraw, "ids"_a)
         .def("settle", &settle, "reservation"_a, "removal"_a)
+        .def("name", &name, "reservation"_a, "named"_a)
         .def("commit", &commit, "reservation"_a, "stored"_a)
+        .def("give_back", &ObjectIndex::give_back, "bytes"_a)
+        .def("show_unnamed", &ObjectIndex::show_unnamed, "address"_a)
         .def("adopt", &adopt, "ids"_a, "bytes"_a, "which"_a)
         .def("forget", &forget, "ids"_a, "which"_a, "counted"_a, "as_of"_a)
         .def("set_aside", &set_aside, "ids"_a, "bytes"_a, "which"_a, "as_of"_a)

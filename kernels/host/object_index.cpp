@@ -14,6 +14,12 @@ ObjectIndex::ObjectIndex(uint64_t capacity_bytes, uint64_t total_address)
       total_(total_address ? reinterpret_cast<uint64_t*>(total_address) : &own_total_),
       table_(64, none) {}
 
+void ObjectIndex::show_unnamed(uint64_t address) {
+    std::lock_guard lock(mutex_);
+    shown_unnamed_ = reinterpret_cast<uint64_t*>(address);
+    set_unnamed(unnamed_);
+}
+
 // ---- the hash table and the list ----
 
 uint32_t ObjectIndex::find(const ObjectId& id) const {
@@ -154,6 +160,14 @@ void ObjectIndex::sub_total(uint64_t bytes) {
     change_total([bytes](uint64_t now) { return now > bytes ? now - bytes : 0; });
 }
 
+// Memory that is gone shows nothing.
+void ObjectIndex::set_unnamed(uint64_t bytes) {
+    unnamed_ = bytes;
+    if (!shown_unnamed_) return;
+    const auto body = [this](size_t) { std::atomic_ref<uint64_t>(*shown_unnamed_).store(unnamed_); };
+    guarded_each(1, body, [](size_t) {});
+}
+
 // Takes up to `wanted` free bytes at once; returns what it got and by how much the total is above the capacity.
 std::pair<uint64_t, uint64_t> ObjectIndex::take_free(uint64_t wanted) {
     const auto taken = [this, wanted](uint64_t now) { return std::min(wanted, now < capacity_ ? capacity_ - now : 0); };
@@ -231,6 +245,7 @@ ObjectIndex::Plan ObjectIndex::reserve(const ObjectId* ids, const uint64_t* byte
         remove_victims(plan.victims);
     }
     reserved_ += taken;
+    set_unnamed(unnamed_ + taken);
     return plan;
 }
 
@@ -276,25 +291,37 @@ void ObjectIndex::settle(const Plan& plan, const uint8_t* removal, const uint64_
     const uint64_t missing = freed >= needed ? 0 : std::min(plan.shortfall, needed - freed);
     const uint64_t got = plan.shortfall - missing;
     sub_total(freed - got);
-    reserved_ += got;
-    if (missing) {
-        const uint64_t spare = refuse_from_end(bytes, count, admission, missing) - missing;
-        sub_total(spare);
-        reserved_ -= spare;
-    }
+    const uint64_t spare = missing ? refuse_from_end(bytes, count, admission, missing) - missing : 0;
+    reserved_ += got - spare;
+    set_unnamed(unnamed_ + got - spare);
+    sub_total(spare);
 }
 
-void ObjectIndex::commit(const ObjectId* ids, const uint64_t* bytes, const uint8_t* admission, const uint8_t* stored,
-                         size_t count) {
+void ObjectIndex::name(const uint64_t* bytes, const uint8_t* admission, const uint8_t* named, size_t count) {
     std::lock_guard lock(mutex_);
+    uint64_t naming = 0;
+    for (size_t i = 0; i < count; ++i)
+        if (admission[i] == granted && named[i]) naming += bytes[i];
+    set_unnamed(unnamed_ - naming);
+}
+
+void ObjectIndex::commit(const ObjectId* ids, const uint64_t* bytes, const uint8_t* admission, const uint8_t* named,
+                         const uint8_t* stored, size_t count) {
+    std::lock_guard lock(mutex_);
+    uint64_t unnamed = 0, given_back = 0;
     for (size_t i = count; i-- > 0;) {
         if (admission[i] != granted) continue;
         reserved_ -= bytes[i];
+        if (!named[i]) unnamed += bytes[i];
         // A stored one that is known already was met by a reader between its publication and now (adopt).
-        if (!stored[i]) sub_total(bytes[i]);
+        if (!stored[i]) given_back += bytes[i];
         else if (find(ids[i]) == none) link_newest(insert(ids[i], bytes[i]));
     }
+    set_unnamed(unnamed_ - unnamed);
+    sub_total(given_back);
 }
+
+void ObjectIndex::give_back(uint64_t bytes) { sub_total(bytes); }
 
 // ---- what the medium says ----
 
@@ -406,6 +433,7 @@ void ObjectIndex::check() const {
     uint64_t aside = 0;
     for (const Victim& victim : set_aside_) aside += victim.bytes;
     require(aside == set_aside_bytes_, "bytes set aside do not add up");
+    require(unnamed_ <= reserved_, "more is unnamed than reserved");
     require(!is_alone_ || own_total_ == bytes + reserved_, "the total does not add up");
 }
 

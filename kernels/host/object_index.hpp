@@ -5,6 +5,10 @@
 // live in memory shared by several processes that use one directory, so that total <= capacity holds for all of them
 // together. Whoever can write there can also cut that memory off (a file made shorter); it then counts as full.
 //
+// What a process that dies had reserved can be told from a second shared number, its own: bytes of reservations whose
+// objects have no name on the medium yet. It is never more than what the total holds of them, whenever the process
+// ends: the total is raised first and lowered last.
+//
 // A put goes reserve -> (remove the victims) -> settle -> write -> commit. A reservation takes free room at once and
 // the room of its victims when they are gone, so the total never passes the capacity at any instant.
 //
@@ -28,6 +32,8 @@ class ObjectIndex {
    public:
     // total_address: a uint64_t shared with other processes, or 0 to keep it here.
     explicit ObjectIndex(uint64_t capacity_bytes, uint64_t total_address = 0);
+    // From now on what is reserved and not named is kept at this address too, a uint64_t. Before the first `reserve`.
+    void show_unnamed(uint64_t address);
 
     enum Admission : uint8_t { granted = 0, exists = 1, no_space = 2, too_large = 3 };
 
@@ -57,9 +63,15 @@ class ObjectIndex {
     // Victims whose removal failed return to the index; when that leaves too little room, granted objects become
     // no_space.
     void settle(const Plan& plan, const uint8_t* removal, const uint64_t* bytes, size_t count, uint8_t* admission);
+    // Granted objects with named[i] != 0 get their names on the medium from here on: they may be there, or not, when
+    // this process ends before `commit`.
+    void name(const uint64_t* bytes, const uint8_t* admission, const uint8_t* named, size_t count);
     // Ends the reservations of the granted objects: stored[i] != 0 puts it into the index, else its room is given back.
-    void commit(const ObjectId* ids, const uint64_t* bytes, const uint8_t* admission, const uint8_t* stored,
-                size_t count);
+    // named: as in `name`.
+    void commit(const ObjectId* ids, const uint64_t* bytes, const uint8_t* admission, const uint8_t* named,
+                const uint8_t* stored, size_t count);
+    // Room that a process which has ended had reserved.
+    void give_back(uint64_t bytes);
     // What must leave because the total is above the capacity (lowered, or filled from outside); settle it as well.
     Plan overflow();
     // Takes the known ones among these out of the index, for deletion; settle it as well.
@@ -119,13 +131,15 @@ class ObjectIndex {
     uint64_t change_total(const Change& change) const;
     void add_total(uint64_t bytes);
     void sub_total(uint64_t bytes);
+    void set_unnamed(uint64_t bytes);
 
     mutable std::mutex mutex_;
     const uint64_t capacity_;
     const bool is_alone_;  // the total is this index's own and must add up
     alignas(8) uint64_t own_total_ = 0;
     uint64_t* const total_;
-    uint64_t reserved_ = 0, set_aside_bytes_ = 0;
+    uint64_t reserved_ = 0, unnamed_ = 0, set_aside_bytes_ = 0;
+    uint64_t* shown_unnamed_ = nullptr;
     uint32_t stamp_ = 0;
     uint64_t moment_ = 0;  // insertions so far
 

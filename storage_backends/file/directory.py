@@ -159,6 +159,7 @@ class ObjectDirectory(StorageBackend):
                     result[result == Outcome.NO_SPACE] = Outcome.THROTTLED
                 numbers = self._write(ids, segments, result, guard, reused)
                 with self._naming:
+                    self._index.objects.name(reservation, result == Outcome.OK)
                     self._publish(ids, numbers, result)
                     self._index.objects.commit(reservation, result == Outcome.OK)
             finally:

@@ -155,6 +155,8 @@ class FileIndex:
         try:
             self._is_counting = self._keep_trying(partial(self._writers.join, self._stop))
             try:
+                if self._writers.unnamed_address:
+                    self.objects.show_unnamed(self._writers.unnamed_address)
                 self._fill()
                 self._is_complete = True
             finally:
@@ -204,7 +206,7 @@ class FileIndex:
         self._take_in_set_aside(self._keep_trying(self._files.scan_set_aside))
         self.objects.end_scan()
         self.remove_victims(self.objects.overflow())
-        self._keep_trying(partial(self._writers.bury, alive))
+        self._keep_trying(partial(self._writers.bury, alive, self.objects.give_back))
 
     def _take_in_set_aside(self, found: FoundFiles) -> None:
         """This machine's own, and those of nobody's: they leave first, so that room is no matter."""

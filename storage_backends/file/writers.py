@@ -8,8 +8,10 @@ work.
 
 `usage` is one mapped page with the bytes taken by all writers (`ObjectIndex` adds to it atomically) and how many
 processes have joined so far. A process that starts alone counts the directory anew; one that joins others trusts their
-count. All of that happens under the flock of `start.lock`, one starter at a time. A crash leaves reservations of the
-dead in the count: too much, never too little, until somebody starts alone.
+count. All of that happens under the flock of `start.lock`, one starter at a time. Each writer also has a place in the
+page where it shows how much of the count it holds for objects without a name: whoever buries it gives that back. What
+a process was just naming or evicting when it was killed stays in the count (too much, never too little) until somebody
+starts alone, and so does all of a writer's that found no free place.
 
 The file `usage` may be made shorter, or written over, by anybody with rights to it. Every access is guarded: memory
 that is gone counts as full, and a page that is no longer what this process joined is a directory that was lost
@@ -23,9 +25,11 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import secrets
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +43,9 @@ from storage_backends.file.machines import Machine
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02
+_WORDS = mmap.PAGESIZE // 8
 _MAX_JOINS = 1 << 20  # of one page; a page that is ahead by more is another one
+_TOKEN = re.compile("[0-9a-f]{16}")
 _DIRECTORY = "writers"
 _LOCK = "start.lock"
 USAGE = "usage"
@@ -51,6 +57,8 @@ class _Counters:
     ends before them."""
 
     TOTAL_BYTES, JOINS, IS_COUNTED = range(3)
+    FIRST_PLACE = 8
+    """From here on, two words for each writer: its token, 0 where there is none, and its bytes without a name."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -77,13 +85,24 @@ class _Counters:
     def __setitem__(self, word: int, value: int) -> None:
         scatter(value.to_bytes(8, "little"), *self._range(word))
 
+    def clear_places(self) -> None:
+        """Nobody has one."""
+        scatter(bytes(8 * (_WORDS - self.FIRST_PLACE)), *self._range(self.FIRST_PLACE, _WORDS))
+
+    def place_of(self, token: int) -> int | None:
+        """Its word; None: no place is this token's. Of 0 a free one, None: all are taken."""
+        words = np.frombuffer(gather(*self._range(self.FIRST_PLACE, _WORDS)), np.uint64)
+        found = np.flatnonzero(words[::2] == token)
+        return self.FIRST_PLACE + 2 * int(found[0]) if len(found) else None
+
     def close(self) -> None:
         """The mapping ends."""
         self._memory.close()
         os.close(self._fd)
 
-    def _range(self, word: int) -> tuple[U64, U64]:
-        return np.array([self._start + 8 * word], np.uint64), np.array([8], np.uint64)
+    def _range(self, word: int, end: int | None = None) -> tuple[U64, U64]:
+        num_words = 1 if end is None else end - word
+        return np.array([self._start + 8 * word], np.uint64), np.array([8 * num_words], np.uint64)
 
 
 class Writers:
@@ -104,11 +123,17 @@ class Writers:
             self._counters = _Counters(directory / USAGE)
             undo.pop_all()
         self._joined = self._joins_alone = -1
+        self._place: int | None = None
 
     @property
     def total_address(self) -> int:
         """Where the shared byte count lies; mapped until `close`."""
         return self._counters.address
+
+    @property
+    def unnamed_address(self) -> int:
+        """Where this process shows its bytes without a name, once it has joined; 0: nowhere. Mapped until `close`."""
+        return self._counters.address + 8 * (self._place + 1) if self._place is not None else 0
 
     def is_alone(self) -> bool:
         """This process started alone and nobody has joined since; once False, False for good."""
@@ -132,10 +157,15 @@ class Writers:
         if must_count:
             counters[_Counters.IS_COUNTED] = 0
             counters[_Counters.TOTAL_BYTES] = 0
+            counters.clear_places()
         self._joined = (counters[_Counters.JOINS] or secrets.randbits(48)) + 1
         counters[_Counters.JOINS] = self._joined
         if is_first:
             self._joins_alone = self._joined
+        self._place = counters.place_of(0)
+        if self._place is not None:
+            counters[self._place + 1] = 0
+            counters[self._place] = int(self.token, 16)
         return must_count
 
     def end_turn(self, *, is_counted: bool) -> None:
@@ -155,11 +185,23 @@ class Writers:
         """Tokens of other live processes. What dead ones left in `writers/` stays until `bury`."""
         return {token for token in self._others() if not self._is_dead(token)}
 
-    def bury(self, alive: set[str]) -> None:
-        """Remove the registrations of the dead; to be called once their temporary files are gone."""
+    def bury(self, alive: set[str], give_back: Callable[[int], None]) -> None:
+        """Remove the registrations of the dead, and give back what they hold of the count; to be called once their
+        temporary files are gone, within a turn."""
         for token in self._others() - alive:
             if self._is_dead(token):
+                give_back(self._end_place(token))
                 (self._directory / token).unlink(missing_ok=True)
+
+    def _end_place(self, token: str) -> int:
+        """A dead writer's place is free. Returns what it showed there."""
+        place = self._counters.place_of(int(token, 16)) if _TOKEN.fullmatch(token) else None
+        if place is None:
+            return 0
+        unnamed = self._counters[place + 1]
+        self._counters[place + 1] = 0  # first: whoever dies here gives back nothing, and nobody does it twice
+        self._counters[place] = 0
+        return unnamed
 
     def is_registered(self) -> bool:
         """Whether others can see that this process uses the directory, and it sees their count. Two system calls."""
@@ -180,6 +222,9 @@ class Writers:
 
     def close(self) -> None:
         """Leave. The byte count stays as it is, for the others and for nobody. Never raises."""
+        if self._place is not None:
+            with suppress(MemoryFault):
+                self._counters[self._place] = 0
         self._counters.close()
         os.close(self._lock_fd)
         self._unregister()

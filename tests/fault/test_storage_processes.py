@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from storage_backends.base import Outcome
+from storage_backends.file import writers as file_writers
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
 from storage_backends.testing.objects import Buffers, make_ids
@@ -141,16 +142,35 @@ class TestKilledBetweenWriteAndRename:
         finally:
             backend.close()
 
-    def test_reservations_of_the_dead_end_with_the_next_lone_start(self, spawn: Spawn, tmp_path: Path) -> None:
-        """While others live, a dead process's room stays taken: too much is counted, never too little."""
-        backend = open_verified(tmp_path, ROOMY)
-        child = spawn(storage_child.die_between_write_and_rename, 0, 3)
-        assert child.wait() == -signal.SIGKILL
-        assert backend.usage().used_bytes == 3 * OBJECT_BYTES
-        backend.close()
-        again = open_verified(tmp_path, ROOMY)
-        assert again.usage().used_bytes == 0
-        again.close()
+    def test_reservations_of_the_dead_end_with_the_next_start(self, spawn: Spawn, tmp_path: Path) -> None:
+        """However many processes are killed beside a live one, their room comes back."""
+        with closing(open_verified(tmp_path, ROOMY)) as backend:
+            for _ in range(3):
+                child = spawn(storage_child.die_between_write_and_rename, 0, 3)
+                assert child.wait() == -signal.SIGKILL
+                assert backend.usage().used_bytes == 3 * OBJECT_BYTES, "of the one that died last"
+            open_verified(tmp_path, ROOMY).close()
+            assert backend.usage().used_bytes == 0
+
+    def test_what_was_being_named_stays_taken_while_others_live(self, spawn: Spawn, tmp_path: Path) -> None:
+        """It may be there, or not: too much is counted, never too little."""
+        with closing(open_verified(tmp_path, ROOMY)) as backend:
+            child = spawn(storage_child.die_while_naming, 0, 3)
+            assert child.wait() == -signal.SIGKILL
+            open_verified(tmp_path, ROOMY).close()
+            assert (backend.contains(ids_of([0, 1, 2])) == Outcome.OK).all()
+            assert backend.usage().used_bytes == bytes_on_disk(tmp_path) == 3 * OBJECT_BYTES
+
+    def test_more_writers_than_the_page_has_places_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One without a place does all the same, and takes one that has become free."""
+        monkeypatch.setattr(file_writers, "_WORDS", 10)
+        with closing(open_verified(tmp_path, ROOMY)) as backend:
+            for first, second in ((0, 3), (6, 9)):
+                with closing(open_verified(tmp_path, ROOMY)) as other:
+                    for each, begin in ((backend, first), (other, second)):
+                        numbers = list(range(begin, begin + 3))
+                        assert (each.put_from(ids_of(numbers), pages_of(numbers).segments()) == Outcome.OK).all()
+            assert backend.usage().used_bytes == bytes_on_disk(tmp_path) == 12 * OBJECT_BYTES
 
 
 class TestManyProcesses:

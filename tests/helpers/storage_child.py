@@ -13,8 +13,10 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
+from cachekernels.files import FileIo
 from numpy.typing import NDArray
 
 from storage_backends.base import ObjectIds, Outcome
@@ -62,6 +64,19 @@ def die_between_write_and_rename(backend: ChecksumLayer, first: int, count: int)
         raise AssertionError("still alive")
 
     backend.put_from(ids_of(numbers), pages_of(numbers).segments(), guard)
+
+
+def die_while_naming(backend: ChecksumLayer, first: int, count: int) -> None:
+    """Puts objects and is killed when they have their names, which the index does not know yet."""
+
+    def publish(*_: object) -> NoReturn:
+        named(*_)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still alive")
+
+    named, FileIo.publish = FileIo.publish, publish  # type: ignore[method-assign]
+    numbers = list(range(first, first + count))
+    backend.put_from(ids_of(numbers), pages_of(numbers).segments())
 
 
 def die_again_and_again(root: Path, capacity_bytes: int, attempts: int, count: int) -> None:
@@ -118,7 +133,7 @@ def read(backend: ChecksumLayer, first: int, count: int) -> None:
 
 COMMANDS = {
     function.__name__: function
-    for function in (die_between_write_and_rename, hold_between_write_and_rename, write, read)
+    for function in (die_between_write_and_rename, die_while_naming, hold_between_write_and_rename, write, read)
 }
 
 

@@ -30,8 +30,11 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(capacity=st.sampled_from([350, 1000, 1500]))
     def start(self, capacity: int) -> None:
         self.index = ObjectIndex(capacity)
+        self.unnamed = np.zeros(1, np.uint64)
+        self.index.show_unnamed(self.unnamed.ctypes.data)
         self.oracle = ObjectIndexOracle(capacity)
         self.open: list[tuple[Reservation, Plan]] = []
+        self.settled: list[tuple[Reservation, Plan]] = []
 
     @rule(which=picks, extra=st.sampled_from([0, 0, 0, 1200]))
     def reserve(self, which: list[int], extra: int) -> None:
@@ -42,12 +45,22 @@ class IndexMachine(RuleBasedStateMachine):
         self.open.append((ours, theirs))
 
     @rule(data=st.data())
-    def settle_and_commit(self, data: st.DataObject) -> None:
+    def settle_and_name(self, data: st.DataObject) -> None:
         if not self.open:
             return
         ours, theirs = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
         self.settle(ours, theirs, data)
         assert ours.admission().tolist() == theirs.admission
+        if data.draw(st.booleans()):
+            theirs.named = data.draw(st.lists(st.booleans(), min_size=len(theirs.ids), max_size=len(theirs.ids)))
+            self.index.name(ours, np.array(theirs.named, dtype=np.bool_))
+        self.settled.append((ours, theirs))
+
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        if not self.settled:
+            return
+        ours, theirs = self.settled.pop(data.draw(st.integers(0, len(self.settled) - 1)))
         stored = data.draw(st.lists(st.booleans(), min_size=len(theirs.ids), max_size=len(theirs.ids)))
         self.index.commit(ours, np.array(stored, dtype=np.bool_))
         self.oracle.commit(theirs, stored)
@@ -97,10 +110,11 @@ class IndexMachine(RuleBasedStateMachine):
     def same(self) -> None:
         usage = self.index.usage()
         assert (usage.total_bytes, usage.reserved_bytes) == (self.oracle.total, self.oracle.reserved)
+        assert self.unnamed[0] == self.oracle.reserved - sum(theirs.named_bytes for _, theirs in self.settled)
         assert usage.objects == len(self.oracle.objects)
         assert usage.set_aside_bytes == sum(size for _, size in self.oracle.aside)
         assert self.index.contains(IDS).tolist() == [name in self.oracle.objects for name in NAMES]
-        if not self.open and not any_vanished(self):
+        if not self.open and not self.settled and not any_vanished(self):
             self.index.check()
 
 

@@ -18,6 +18,13 @@ class Plan:
     victims: list[tuple[bytes, int, bool]] = field(default_factory=list)
     shortfall: int = 0
     excess: int = 0
+    named: list[bool] = field(default_factory=list)
+
+    @property
+    def named_bytes(self) -> int:
+        """Of what it got, as far as it was named."""
+        each = zip(self.sizes, self.admission, self.named or [False] * len(self.ids), strict=True)
+        return sum(size for size, admission, named in each if admission == GRANTED and named)
 
 
 class ObjectIndexOracle:

@@ -150,6 +150,32 @@ class TestSharedRoom:
         assert reservation.admission().tolist() == [Admission.GRANTED, Admission.NO_SPACE, Admission.NO_SPACE]
         assert total[0] == 300
 
+    def test_what_a_dead_one_leaves_is_never_more_than_the_total_holds_of_it(self) -> None:
+        """Whenever it is killed: before its objects get names its room comes back, from then on it stays."""
+        first, second, total = self.pair(500)
+        shown = np.zeros(1, np.uint64)
+        second.show_unnamed(shown.ctypes.data)
+        fill(first, make_ids(1))
+        reservation = second.reserve(make_ids(3, seed=2), sizes(3))
+        second.settle(reservation, np.zeros(0, dtype=np.uint8))
+        assert (total[0], shown[0]) == (400, 300)
+        second.name(reservation, np.array([True, True, False]))
+        assert (total[0], shown[0]) == (400, 100)
+        with pytest.raises(ValueError, match="named once"):
+            second.name(reservation, ones(3))
+        second.commit(reservation, np.array([True, False, False]))
+        assert (total[0], shown[0]) == (200, 0)
+        first.give_back(100)
+        assert total[0] == 100
+
+    def test_memory_that_is_gone_shows_nothing(self) -> None:
+        with LostMemory() as lost:
+            index = ObjectIndex(1000)
+            index.show_unnamed(lost.address)
+            fill(index, make_ids(2))
+            assert index.usage().objects == 2
+            index.check()
+
     def test_adopted_objects_are_not_counted_again(self) -> None:
         first, second, total = self.pair(300)
         ids = make_ids(2)
