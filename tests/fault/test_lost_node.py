@@ -22,8 +22,8 @@ from storage_backends.base import StorageBackend
 from storage_backends.memory.backend import open_backend
 from tests.helpers.caches import PAGE, Rig, prompt
 from tests.helpers.losable import LosableClient
+from tests.helpers.stored_prompts import must_probe, stored
 from tests.oracles.pages import ScriptedBackend
-from tests.unit.test_controller_prefetch import must_probe, stored
 
 TOKENS = prompt(1, 12 * PAGE + 1)
 OTHER = prompt(2, 8 * PAGE + 1)
