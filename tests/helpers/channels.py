@@ -9,9 +9,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cachekernels.region import Region
+from google.protobuf.message import Message
 
 from cachesvc.client.base import AttachRequest
 from cachesvc.client.greeting import greet, new_hello
@@ -21,6 +22,8 @@ from cachesvc.node.node import Node
 from cachesvc.rpc import channel_pb2, codec
 from cachesvc.rpc.framing import FrameReader, to_frame
 from tests.oracles.pages import HANG_S, IDENTITY
+
+Received = TypeVar("Received", bound=Message)
 
 
 class RunningDoor:
@@ -111,17 +114,7 @@ class RawClient:
 
     def receive(self) -> channel_pb2.ToClient | None:
         """The next message; None: the node closed."""
-        while (data := self._frames.next()) is None:
-            try:
-                received = self.sock.recv(1 << 16)
-            except ConnectionResetError:
-                return None
-            if not received:
-                return None
-            self._frames.feed(received)
-        message = channel_pb2.ToClient()
-        codec.parse(message, data)
-        return message
+        return next_message(self.sock, self._frames, channel_pb2.ToClient())
 
     def call(self, **body: Any) -> channel_pb2.ToClient:
         """Sends a call and returns its answer; whatever comes before is in `others`."""
@@ -164,6 +157,20 @@ def connected(path: Path) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def next_message(sock: socket.socket, frames: FrameReader, message: Received) -> Received | None:
+    """Waits for the next message of the node and returns it in `message`; None: the node closed."""
+    while (data := frames.next()) is None:
+        try:
+            received = sock.recv(1 << 16)
+        except ConnectionResetError:
+            return None
+        if not received:
+            return None
+        frames.feed(received)
+    codec.parse(message, data)
+    return message
 
 
 def readable(sock: socket.socket) -> bool:
