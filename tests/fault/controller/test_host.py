@@ -1,5 +1,7 @@
-"""A host that is full, in use, smaller than the device, or whose copies fail (T05: C11 C12, T06: E4 R10, T07: E6 E7, T08: E1
-E2)."""
+"""A host that is full, in use, smaller than the device, or whose copies fail.
+
+T05: C11 C12, T06: E4 R10, T07: E6 E7, T08: E1 E2.
+"""
 
 from __future__ import annotations
 
