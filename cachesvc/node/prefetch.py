@@ -11,24 +11,29 @@ behind each other.
 
 Who may write a frame:   prefetch() ──lent──> begin_write ──> bytes ──> record ──> commit ──> answer ──> the engine's
 again A page that fails is answered too, its frame odd. Cancelling a running op waits for the slice: its frames are
-quarantined.
+quarantined. What was read far down is offered for promotion when it has been answered: not before it is certain that it
+is wanted, as a page may be deleted while it is read.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from cachekernels.pages import object_ids
+from numpy.typing import NDArray
 
 from cachesvc.node.counters import count_outcomes
 from cachesvc.node.events import Event, PagesRead
 from cachesvc.node.flights import Flight, leading
 from cachesvc.node.ops import OpState, PageOp
 from cachesvc.node.regions import copy_run
+from cachesvc.node.tiers import NO_RANK
 from cachesvc.node.workers import Kind, Next, Work
 from cachesvc.outcomes import OpEnd, PageSource, Verb
 from storage_backends.base import Outcome, Outcomes, Segments, outcomes
 
+I8 = NDArray[np.int8]
 NOTHING = outcomes(0, Outcome.CANCELLED)
+NO_RANKS = np.empty(0, np.int8)
 
 
 class PrefetchOp(PageOp, Work):
@@ -45,13 +50,13 @@ class PrefetchOp(PageOp, Work):
                 return Next.IDLE
             self.begin_slice(min(self.session.slice_pages, len(self) - self.answered))
             self.session.slice_began()
-        results = self._from_frames()
+        results, ranks = self._from_frames(), NO_RANKS
         if not len(results):
             flight = self._claim()
             if flight is None:
                 return Next.IDLE
-            results = self._from_tiers(flight)
-        following = self._land(results)
+            results, ranks = self._from_tiers(flight)
+        following = self._land(results, ranks)
         self.slice_is_over(len(results))
         return following
 
@@ -149,32 +154,33 @@ class PrefetchOp(PageOp, Work):
             flight.parked.append(self)
             self.session.parts.counters.parked.inc(1, self.verb)
 
-    def _from_tiers(self, flight: Flight) -> Outcomes:
+    def _from_tiers(self, flight: Flight) -> tuple[Outcomes, I8]:
+        """Outcomes of the flight's pages, and int8 [n]: which tier each was read from."""
         session, parts = self.session, self.session.parts
         region, frames, keys = session.region, flight.frames, flight.keys
         depths = self.depths[self._next_pages(len(flight))]
         region.begin_write(frames)
-        results = outcomes(len(flight), Outcome.OK)
+        results, ranks = outcomes(len(flight), Outcome.OK), np.full(len(flight), NO_RANK, np.int8)
         in_frames = parts.pages.copy(keys, depths, session.slot, frames, only_leading=False)
         parts.counters.pages_from.inc(float(in_frames.sum()), PageSource.REGION)
         which = np.flatnonzero(~in_frames)
         if len(which):
             segments = Segments.single(region.frame_addresses(frames[which]), region.frame_bytes, region.data())
             answer = parts.tiers.read(session.namespace, object_ids(keys[which]), segments)
-            results[which] = answer.outcomes
-            is_read = answer.outcomes == Outcome.OK
-            read = which[is_read]
+            results[which], ranks[which] = answer.outcomes, answer.ranks
+            read = which[answer.outcomes == Outcome.OK]
             region.write_records(frames[read], keys[read], depths[read])
             region.commit(frames[read])
-            parts.promotions.offer(session, keys[read], frames[read], answer.ranks[is_read])
         parts.pages.publish(session.slot, frames[results == Outcome.OK])
-        return results
+        return results, ranks
 
-    def _land(self, results: Outcomes) -> Next:
+    def _land(self, results: Outcomes, ranks: I8) -> Next:
         session = self.session
         with session.parts.state:
+            pages = self._next_pages(len(ranks))
             self._release_flight(results)
             self.settle(results)
+            session.parts.promotions.offer(session, self.keys[pages], self.frames[pages], ranks)
             session.slice_ended()
             return Next.IDLE if self.end is not None else Next.AGAIN
 

@@ -108,7 +108,8 @@ class Promotions:
         self._waiting_pages = 0
 
     def offer(self, session: FrameSession, keys: Keys, frames: I32, ranks: I8) -> None:
-        """Pages that have just been read into frames of `session` and are readable there."""
+        """Pages that have just been read into frames of `session`; those that are not readable there any more are not
+        written. The state lock is held."""
         parts = session.parts
         wanted = np.flatnonzero(ranks > parts.tiers.first_promoting)
         if not len(wanted):

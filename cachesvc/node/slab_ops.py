@@ -54,7 +54,7 @@ class FillOp(PrefetchOp):
         self._use = use
         self._waiter = waiter
         self._words = first_words(keys)
-        self._is_wanted = np.ones(len(keys), np.bool_)
+        self._is_wanted = ~slab.being_removed(keys)
         slab.fills.add(self)
 
     def unwant(self, keys: Keys) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
 Keys = NDArray[np.uint8]
+IsMeant = Callable[[Keys], Bools]
+"""Which pages of `keys` [n, 32] a removal takes out of the tiers, from its beginning to its end."""
 
 
 class Suspect:
@@ -82,6 +85,7 @@ class Slab(FrameSession):
         self.num_clients = 0
         self.suspects: list[Suspect] = []
         self.fills: set[FillOp] = set()
+        self.removals: list[IsMeant] = []
 
     @property
     def memory_bytes(self) -> int:
@@ -135,8 +139,7 @@ class Slab(FrameSession):
         is_new = known < 0
         self.table.keep(frames[is_new], depths[is_new], use)
         self.parts.counters.published.inc(self.parts.pages.publish(self.slot, frames[is_new]))
-        self._hide(frames[~is_new])
-        self.table.free(frames[~is_new])
+        self.give_back(frames[~is_new])
         return is_new
 
     def drop(self, keys: Keys) -> Bools:
@@ -152,6 +155,13 @@ class Slab(FrameSession):
             fill.unwant(keys)
         return found
 
+    def being_removed(self, keys: Keys) -> Bools:
+        """bool [n]: which pages tiers may have still, and are to be read no more."""
+        removed = np.zeros(len(keys), np.bool_)
+        for is_meant in self.removals:
+            removed |= is_meant(keys)
+        return removed
+
     def drop_tagged(self, tag: NDArray[np.uint8]) -> tuple[Keys, Bools]:
         """Takes all pages whose keys end with `tag` out of sight, and keeps none that are being read for them now.
         Their keys [n], and whether each was there [n]."""
@@ -163,8 +173,10 @@ class Slab(FrameSession):
         return keys, self.drop(keys)
 
     def give_back(self, frames: I32) -> None:
-        """Granted frames that hold nothing."""
-        self.table.free(frames)
+        """Granted frames that hold nothing, whatever has been written there: it would hide the same page elsewhere."""
+        if len(frames):
+            self._hide(frames)
+            self.table.free(frames)
 
     def submit(self, op: FillOp | MediaOp | SweepOp) -> None:
         """Hands an op to the workers."""

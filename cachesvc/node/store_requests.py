@@ -12,8 +12,9 @@ import numpy as np
 from cachekernels.pages import object_ids
 from numpy.typing import NDArray
 
-from cachesvc.identity import store_tag
+from cachesvc.identity import is_tagged, store_tag
 from cachesvc.node.events import EventSource
+from cachesvc.node.flights import first_words
 from cachesvc.node.ops import NO_KEYS
 from cachesvc.node.slab_ops import DeleteOp, FillOp, ProbeOp, SweepOp
 from cachesvc.outcomes import ManagedVerb, OpEnd
@@ -302,12 +303,13 @@ class Hold(Read):
 
 class Deletion:
     """Pages that are leaving slab and tiers. What was begun is finished, whoever leaves: a page that is half deleted
-    would come back."""
+    would come back. So would one that a `get` read from the tiers before they have deleted it: it is not kept."""
 
     def __init__(self, session: StoreSession, call: int, keys: Keys) -> None:
         self._session = session
         self._call = call
         self._keys = keys
+        self._words = first_words(keys)
         self._was_there: Bools = np.zeros(len(keys), np.bool_)
 
     def start(self) -> None:
@@ -315,11 +317,20 @@ class Deletion:
         slab = self._session.slab
         self._was_there = slab.drop(self._keys)
         if slab.parts.tiers.is_empty:
-            self._done(outcomes(len(self._keys), Outcome.MISS))
+            self._answer(outcomes(len(self._keys), Outcome.MISS))
             return
+        slab.removals.append(self._is_meant)
         slab.submit(DeleteOp(self._session.next_op(), slab, self._keys, self._done))
 
+    def _is_meant(self, keys: Keys) -> Bools:
+        meant: Bools = np.isin(first_words(keys), self._words)
+        return meant
+
     def _done(self, results: Outcomes) -> None:
+        self._session.slab.removals.remove(self._is_meant)
+        self._answer(results)
+
+    def _answer(self, results: Outcomes) -> None:
         results[(results == Outcome.MISS) & self._was_there] = Outcome.OK
         self._session.answered(self._call, ManagedVerb.DELETE, Deleted(self._call, results))
 
@@ -328,24 +339,27 @@ class Clearing:
     """All pages of the client's namespace and page size, leaving slab and tiers. Finished whoever leaves, like a
     deletion.
 
-    What is in memory is out of sight at once, and what is on its way into memory is not kept. Of the tiers, pages that
-    are being written at this moment go first, as soon as they are written; then what a look at every object finds.
+    What is in memory is out of sight at once, and what is on its way into memory is not kept, nor what sets out from
+    the tiers before the end. Of those, pages that are being written at this moment go first, as soon as they are
+    written; then what a look at every object finds.
     """
 
     def __init__(self, session: StoreSession, call: int) -> None:
         self._session = session
         self._call = call
+        request = session.request
+        self._tag = store_tag(request.tenant, request.namespace, request.page_bytes)
         self._found: set[bytes] = set()
 
     def start(self) -> None:
         """Takes the pages out of sight; workers look through the tiers."""
-        slab, request = self._session.slab, self._session.request
-        tag = store_tag(request.tenant, request.namespace, request.page_bytes)
+        slab, tag = self._session.slab, self._tag
         keys, was_there = slab.drop_tagged(tag)
         self._note(keys[was_there])
         if slab.parts.tiers.is_empty:
-            self._done(Outcome.OK)
+            self._answer(Outcome.OK)
             return
+        slab.removals.append(self._is_meant)
         in_flight = slab.parts.writes.claimed(tag)
         first = np.unique(np.concatenate([keys, in_flight]).view("V32")).view(np.uint8).reshape(-1, 32)
         slab.submit(SweepOp(self._session.next_op, slab, tag, first, self._note, self._done))
@@ -353,5 +367,12 @@ class Clearing:
     def _note(self, keys: Keys) -> None:
         self._found.update(keys.view("V32").ravel().tolist())
 
+    def _is_meant(self, keys: Keys) -> Bools:
+        return is_tagged(keys, self._tag)
+
     def _done(self, worst: Outcome) -> None:
+        self._session.slab.removals.remove(self._is_meant)
+        self._answer(worst)
+
+    def _answer(self, worst: Outcome) -> None:
         self._session.cleared(Cleared(self._call, worst, len(self._found)))

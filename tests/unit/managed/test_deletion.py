@@ -14,6 +14,7 @@ from tests.helpers.store_user import (
     TENANT,
     StoreUser,
     check_conserved,
+    positions,
 )
 from tests.oracles.pages import ScriptedBackend, memory_backend, run_all
 from tests.unit.managed.pages import KEYS, MISS, OK, stored
@@ -138,6 +139,62 @@ def test_a_page_deleted_while_it_is_read_from_storage_does_not_come_back(slow_no
     assert user.get(KEYS[:2]) == [MISS, OK]
     assert answers == [[OK]]
     assert user.get(KEYS[:2]) == [MISS, OK]
+
+
+def store(node, user):
+    """The first 16 pages, which memory has lost again: the last 8 are in it."""
+    for first in range(0, 16, 4):
+        user.put(KEYS[first : first + 4])
+        run_all(node)
+
+
+def test_a_page_that_is_put_again_is_found_although_one_like_it_was_deleted_while_it_was_read(slow_node, slow):
+    user, other = StoreUser(slow_node), StoreUser(slow_node)
+    store(slow_node, user)
+
+    def meanwhile():
+        slow.after_get = lambda: None
+        other.delete(KEYS[:1])
+
+    slow.after_get = meanwhile
+    assert user.get(KEYS[:1]) == [MISS]
+    assert user.contains(KEYS[:1]) == [MISS]
+    assert user.put(KEYS[:1]) == [OK]
+    assert user.get(KEYS[:1]) == [OK]
+
+
+@pytest.mark.parametrize("verb", ["delete", "clear"])
+def test_a_page_that_is_asked_for_while_it_is_being_deleted_does_not_come_back(slow_node, slow, verb):
+    """The tiers have it still when the get begins: loads go first."""
+    user, other = StoreUser(slow_node), StoreUser(slow_node)
+    store(slow_node, user)
+    deletion = user.ask(verb, *([KEYS[:2]] if verb == "delete" else []))
+    get = other.ask("get", KEYS[:2], positions(2))
+    user.answered(deletion)
+    other.answered(get)
+    assert stored(slow, KEYS[:2]) == [False] * 2
+    assert user.get(KEYS[:2]) == [MISS] * 2
+    assert user.put(KEYS[:2]) == [OK] * 2
+    assert user.get(KEYS[:2]) == [OK] * 2
+
+
+def test_a_page_deleted_while_it_is_read_is_not_promoted(slow, clock):
+    far = SlowBackend(memory_backend())
+    options = NodeOptions(managed_bytes=64 * PAGE_BYTES)
+    with Node([Tier("near", slow), Tier("far", far)], manual=True, clock=clock, options=options) as node:
+        user = StoreUser(node)
+        store(node, user)
+        slow.inner.delete(object_ids(user.own_keys(KEYS[:2])))
+
+        def meanwhile():
+            far.after_get = lambda: None
+            assert user.delete(KEYS[:1]) == [OK]
+
+        far.after_get = meanwhile
+        get = user.ask("get", KEYS[:2], positions(2))
+        assert user.answered(get).outcomes.tolist() == [MISS, OK]
+        run_all(node)
+        assert stored(far, KEYS[:2]) == stored(slow, KEYS[:2]) == [False, True]
 
 
 def test_a_deleted_page_that_is_read_keeps_its_frame_until_it_is_released(bare):
