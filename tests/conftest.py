@@ -1,4 +1,7 @@
-"""Every test runs under a hang time-out (pyproject.toml) that dumps all stacks."""
+"""Every test runs under a hang time-out (pyproject.toml) that dumps all stacks.
+
+Fixtures that several folders use are here; a file or folder that wants another one has its own under the same name.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from cachesvc.clock import ManualClock
     from cachesvc.node.node import Node
     from tests.helpers.channels import RunningDoor
+    from tests.helpers.daemon import Home
     from tests.helpers.redis_servers import Server
     from tests.helpers.seaweed import Seaweed
+    from tests.oracles.pages import ScriptedBackend
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -52,6 +58,32 @@ def valkey_cluster() -> Iterator[list[Server]]:
 
     with cluster() as members:
         yield members
+
+
+@pytest.fixture
+def backend() -> ScriptedBackend:
+    """Memory that counts what it is asked and does what a test says, for the one tier of a node."""
+    from tests.oracles.pages import ScriptedBackend, memory_backend
+
+    return ScriptedBackend(memory_backend())
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """Starts at zero, and moves when a test moves it."""
+    from cachesvc.clock import ManualClock
+
+    return ManualClock()
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    """Folders of a user whose daemons are the test's own; gone with it."""
+    from tests.helpers.daemon import Home
+
+    home = Home()
+    yield home
+    home.remove()
 
 
 @pytest.fixture

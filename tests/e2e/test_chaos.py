@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,13 +64,6 @@ class Mischief:
         if not self._is_over.wait(self._dice.uniform(0.0, 0.5)):
             daemon.kill()
             self.num_kills += 1
-
-
-@pytest.fixture
-def home() -> Iterator[Home]:
-    made = Home()
-    yield made
-    made.remove()
 
 
 def ask_many(ask: Callable[[int], list[int]], seed: int) -> list[tuple[int, list[int]]]:

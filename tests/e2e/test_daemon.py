@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.commands import status
-from tests.helpers.daemon import HANG_S, DaemonProcess, Home
+from tests.helpers.daemon import HANG_S, DaemonProcess
 from tests.helpers.engine import IDENTITY, NUM_PAGES, Engine
 
 WITHOUT_TORCH = """
@@ -21,13 +21,6 @@ class Blocker(importlib.abc.MetaPathFinder):
             raise ImportError(f"{name} is not to be imported here")
 sys.meta_path.insert(0, Blocker())
 """
-
-
-@pytest.fixture
-def home():
-    home = Home()
-    yield home
-    home.remove()
 
 
 def test_the_summary_names_every_part_and_ready_comes_last(home):

@@ -72,13 +72,6 @@ def expected() -> Iterator[Callable[..., list[int]]]:
         yield answer
 
 
-@pytest.fixture
-def home() -> Iterator[Home]:
-    made = Home()
-    yield made
-    made.remove()
-
-
 Expected = Callable[..., list[int]]
 
 

@@ -13,18 +13,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cachesvc.daemon.grpc_door import _why_not
 from cachesvc.rpc import channel_pb2, codec, service_pb2, service_pb2_grpc
 from storage_backends.base import Outcome
-from tests.helpers.daemon import HANG_S, DaemonProcess, Home
+from tests.helpers.daemon import HANG_S, DaemonProcess
 from tests.helpers.engine import Engine
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 SERVICE = "cachesvc.v1.Node"
-
-
-@pytest.fixture
-def home():
-    home = Home()
-    yield home
-    home.remove()
 
 
 @pytest.fixture

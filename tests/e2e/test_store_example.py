@@ -4,20 +4,11 @@ import re
 import subprocess
 import sys
 
-import pytest
-
-from tests.helpers.daemon import HANG_S, ROOT, DaemonProcess, Home
+from tests.helpers.daemon import HANG_S, ROOT, DaemonProcess
 
 EXAMPLE = ROOT / "examples" / "store_client" / "store_client.py"
 PAGE = (ROOT / "docs" / "store-client.md").read_text()
 MANAGED = ("--memory.managed-bytes", "256 MiB")
-
-
-@pytest.fixture
-def home():
-    home = Home()
-    yield home
-    home.remove()
 
 
 def run(home, *arguments):

@@ -22,15 +22,8 @@ from storage_backends.base import Outcome, outcomes
 from storage_backends.errors import StorageUnavailable
 from storage_backends.layers.passing import PassingLayer
 from storage_backends.registry import open_backend
-from tests.helpers.daemon import HANG_S, DaemonProcess, Home
+from tests.helpers.daemon import HANG_S, DaemonProcess
 from tests.helpers.engine import Engine
-
-
-@pytest.fixture
-def home():
-    home = Home()
-    yield home
-    home.remove()
 
 
 def tiers(*tiers):

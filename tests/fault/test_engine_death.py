@@ -14,7 +14,6 @@ import pytest
 from cachesvc.client.base import AttachRequest
 from cachesvc.client.channel import ChannelClient
 from cachesvc.client.connect import dial_socket
-from cachesvc.clock import ManualClock
 from cachesvc.node.events import OpEnded, PagesRead
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
@@ -60,11 +59,6 @@ class Idler:
         data = self.region.data()
         assert all((data[frame, :PAGE_BYTES] == page(key)).all() for frame, key in enumerate(keys[:good], first_frame))
         return good
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest.fixture

@@ -34,11 +34,6 @@ FRAMES = np.arange(8, dtype=np.int32)
 EXCEPTIONS = [OSError(5, "EIO"), TimeoutError("slow"), ValueError("bug"), MemoryError(), FileNotFoundError(2, "gone")]
 
 
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
-
-
 def idle(engine):
     """Frames the node still holds, and pages it still has to store."""
     snapshot = engine.client.counters()

@@ -23,7 +23,7 @@ from tests.helpers.node_process import NodeProcess
 from tests.helpers.resources import growth, resources
 from tests.helpers.sglang_pools import LAYOUTS, PAGE_SIZE, FlatPool, LogicalPool, MhaPool, MovingPool, slots_of
 from tests.helpers.store_user import check_conserved
-from tests.oracles.pages import HANG_S, ScriptedBackend, memory_backend
+from tests.oracles.pages import HANG_S
 
 MEMORY_GIB = 2**-12  # 256 KiB
 QUICK = {"exists_timeout_ms": 300, "get_timeout_ms": 300, "put_timeout_ms": 300, "clear_timeout_ms": 300}
@@ -57,11 +57,6 @@ def get(core, names, pages, pool=KV):
 
 def contents(pool, pages):
     return [pool.page(page * PAGE_SIZE).tobytes() for page in pages]
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
 
 
 @pytest.fixture

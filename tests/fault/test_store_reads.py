@@ -14,17 +14,12 @@ from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from storage_backends.base import Outcome
 from tests.helpers.store_user import NAMESPACE, PAGE_BYTES, TENANT, check_conserved, some_keys
-from tests.oracles.pages import HANG_S, ScriptedBackend, memory_backend, page
+from tests.oracles.pages import HANG_S, page
 
 FRAMES, SLICE = 16, 2
 KEYS = some_keys(6)
 PAGES = np.stack([page(key, PAGE_BYTES) for key in KEYS])
 ALL_OK = [Outcome.OK] * len(KEYS)
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
 
 
 @pytest.fixture

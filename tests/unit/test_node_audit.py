@@ -4,26 +4,15 @@ import numpy as np
 import pytest
 from cachekernels.index import PageIndex
 
-from cachesvc.clock import ManualClock
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import Conserved
-from tests.oracles.pages import Engine, ScriptedBackend, chain, indices, memory_backend, run_all
+from tests.oracles.pages import Engine, chain, indices, run_all
 
 KEYS = chain(1, 4)
 FRAMES = np.arange(4, dtype=np.int32)
 DEEP_S = 300.0
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 from cachekernels.pages import object_ids
 
 from cachesvc.client.base import Declined
-from cachesvc.clock import ManualClock
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
@@ -20,25 +19,13 @@ from tests.oracles.pages import (
     HANG_S,
     OK,
     Engine,
-    ScriptedBackend,
     chain,
     depths,
-    memory_backend,
     run_all,
 )
 
 KEYS = chain(1, 12)
 FRAMES = np.arange(12, dtype=np.int32)
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest.fixture

@@ -14,21 +14,14 @@ from tests.oracles.pages import (
     MISS,
     OK,
     Engine,
-    ScriptedBackend,
     chain,
     depths,
     indices,
-    memory_backend,
     run_all,
 )
 
 KEYS = chain(1, 12)
 FRAMES = np.arange(12, dtype=np.int32)
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
 
 
 @pytest.fixture

@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 from cachekernels.pages import object_ids
 
-from cachesvc.clock import ManualClock
 from cachesvc.node.events import OpEnded, PagesStored
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier, TierOptions
 from storage_backends.base import Outcome
 from tests.helpers.held_slices import HeldSlices
-from tests.oracles.pages import CANCELLED, EXISTS, OK, Engine, ScriptedBackend, chain, memory_backend
+from tests.oracles.pages import CANCELLED, EXISTS, OK, Engine, chain
 
 KEYS = chain(1, 20)
 FRAMES = np.arange(20, dtype=np.int32)
@@ -25,16 +24,6 @@ class Workers(HeldSlices):
         held = super().begin()
         assert held.keys == KEYS[first:end].tolist()
         return held
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest.fixture

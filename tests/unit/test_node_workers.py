@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from cachesvc.clock import ManualClock, SystemClock
+from cachesvc.clock import SystemClock
 from cachesvc.node.workers import Kind, ManualPool, Next, ThreadPool, Work
 
 HANG_S = 60.0
@@ -42,11 +42,6 @@ def log():
 @pytest.fixture
 def exceptions():
     return []
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest.fixture

@@ -7,12 +7,6 @@ import pytest
 
 from engine_plugin.sglang.gate import VERBS, Gate, StoreVerb
 from storage_backends.base import Outcome, outcomes
-from storage_backends.clock import ManualClock
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
 
 
 @pytest.fixture

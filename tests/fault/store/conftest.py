@@ -6,12 +6,6 @@ from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from tests.helpers.store_user import PAGE_BYTES, check_conserved
-from tests.oracles.pages import ScriptedBackend, memory_backend
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
 
 
 @pytest.fixture

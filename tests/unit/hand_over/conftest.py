@@ -2,22 +2,10 @@
 
 import pytest
 
-from cachesvc.clock import ManualClock
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
-from tests.oracles.pages import ScriptedBackend, memory_backend
 from tests.unit.hand_over.engines import KEEP_S
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import pytest
 
-from cachesvc.clock import ManualClock
 from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
@@ -10,17 +9,7 @@ from tests.helpers.store_user import (
     PAGE_BYTES,
     check_conserved,
 )
-from tests.oracles.pages import ScriptedBackend, memory_backend, run_all
-
-
-@pytest.fixture
-def backend():
-    return ScriptedBackend(memory_backend())
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
+from tests.oracles.pages import run_all
 
 
 @pytest.fixture
