@@ -107,12 +107,10 @@ class FileIndex:
         others = np.ones(len(victims), np.bool_)
         others[leaving] = False
         errors = np.zeros(len(victims), np.int32)
-        if len(leaving):
-            numbers[heirs], errors[leaving] = self._files.reuse(
-                np.ascontiguousarray(victims[leaving]), np.ascontiguousarray(ids[heirs]), lengths[heirs]
-            )
-        if others.any():
-            errors[others] = self._files.remove(np.ascontiguousarray(victims[others]), set_aside[others])
+        numbers[heirs], errors[leaving] = self._files.reuse(
+            np.ascontiguousarray(victims[leaving]), np.ascontiguousarray(ids[heirs]), lengths[heirs]
+        )
+        errors[others] = self._files.remove(np.ascontiguousarray(victims[others]), set_aside[others])
         if errors.any():
             # Somebody may be refused, and then his room is free from `settle` on: no file may be left in it.
             self._files.discard(ids, numbers, numbers > 0)
@@ -123,7 +121,7 @@ class FileIndex:
     def remove_victims(self, reservation: Reservation) -> tuple[ObjectIds, NDArray[np.int32]]:
         """Remove what must leave for a reservation, and settle it. Returns what could not be removed, and errnos."""
         victims, set_aside = reservation.victims()
-        errors = self._files.remove(victims, set_aside) if len(victims) else np.zeros(0, dtype=np.int32)
+        errors = self._files.remove(victims, set_aside)
         kept = self._settle(reservation, errors)
         return victims[kept], errors[kept]
 
