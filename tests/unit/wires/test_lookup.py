@@ -1,38 +1,32 @@
-"""Wires: the native end of a connection says what protobuf would, and answers only what it understands in full."""
+"""Wires of engines: the native end says what protobuf would, and answers only what it understands in full."""
 
 import contextlib
 import random
 import socket
 import struct
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 from cachekernels.index import PageIndex
 from cachekernels.region import Region
-from cachekernels.wires import Exchange, LookupShortcut, Wire
+from cachekernels.wires import LookupShortcut, Wire
 
 from cachesvc.rpc import channel_pb2
-from cachesvc.rpc.framing import FrameReader, to_frame
+from cachesvc.rpc.framing import to_frame
 from tests.oracles.pages import HANG_S, chain
+from tests.unit.wires.exchange import NUMBERS, Exchanged, arrived
 
 KEYS = chain(1, 8)
 UNKNOWN = chain(2, 8)
-NUMBERS = [1, 127, 128, 300, 2**32, 2**62, 2**63 - 1]
 MAX_KEYS = 16
 MAX_BYTES = 4096
 HIGH_WATER = 8192
+received = partial(arrived, channel_pb2.ToClient)
 
 
-@pytest.fixture
-def ends():
-    ours, theirs = socket.socketpair()
-    theirs.settimeout(HANG_S)
-    with ours, theirs:
-        yield ours, theirs
-
-
-class Served:
+class Served(Exchanged):
     """A wire in an exchange, whose session is not the owner of `KEYS`."""
 
     def __init__(self, sock):
@@ -44,27 +38,19 @@ class Served:
         self.index = PageIndex()
         slot = self.index.add_region(self.region)
         self.index.publish(slot, frames)
-        self.shortcut = LookupShortcut(self.index, slot + 1)
-        self.wire = Wire(sock.fileno(), MAX_BYTES, HIGH_WATER)
-        self.exchange = Exchange(MAX_KEYS)
-        self.number = self.exchange.add(self.wire, self.shortcut)
+        shortcut = LookupShortcut(self.index, slot + 1)
+        super().__init__(sock, shortcut, max_keys=MAX_KEYS, max_bytes=MAX_BYTES, high_water=HIGH_WATER)
 
-    def messages(self):
-        """What is left to the caller, all that has arrived being served."""
-        self.exchange.serve()
-        taken = []
-        while (message := self.exchange.next(self.number)) is not None:
-            taken.append(message)
-        self.exchange.settle(self.number)
-        return taken
+    def close(self):
+        super().close()
+        self.region.close()
 
 
 @pytest.fixture
 def served(ends):
     made = Served(ends[0])
     yield made
-    made.exchange.close()
-    made.region.close()
+    made.close()
 
 
 def asked(call=1, op=1, keys=KEYS):
@@ -73,17 +59,6 @@ def asked(call=1, op=1, keys=KEYS):
 
 def answered(call=1, num_pages=8):
     return channel_pb2.ToClient(call=call, lookup=channel_pb2.LookupReply(num_pages=num_pages))
-
-
-def received(sock):
-    """What is there for the other end."""
-    reader, messages = FrameReader(1 << 20), []
-    sock.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        reader.feed(sock.recv(1 << 20))
-    while (data := reader.next()) is not None:
-        messages.append(channel_pb2.ToClient.FromString(data))
-    return messages
 
 
 @pytest.mark.parametrize("number", NUMBERS)

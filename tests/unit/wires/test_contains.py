@@ -1,46 +1,39 @@
 """Wires of clients of node-managed memory: what is there is said natively as protobuf says it, or not at all."""
 
-import contextlib
 import random
 import socket
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
 from cachekernels.index import PageIndex
 from cachekernels.region import Region
-from cachekernels.wires import Exchange, SlabPages, StoreShortcut, Wire
+from cachekernels.wires import SlabPages, StoreShortcut, Wire
 
 from cachesvc.identity import store_keys, store_tag, store_wrapping
 from cachesvc.rpc import channel_pb2, managed_pb2, store_codec
-from cachesvc.rpc.framing import FrameReader, to_frame
+from cachesvc.rpc.framing import to_frame
 from storage_backends.base import Outcome
 from tests.helpers.store_user import some_keys
 from tests.oracles.pages import HANG_S
+from tests.unit.wires.exchange import NUMBERS, Exchanged, arrived
 
 WHO = ("team-a", "app/model", 4096)
 KEYS = some_keys(8)
 UNKNOWN = some_keys(8, seed=1)
-NUMBERS = [1, 127, 128, 300, 2**32, 2**62, 2**63 - 1]
 MAX_KEYS = 300
 MAX_BYTES = 1 << 14
 HIGH_WATER = 1 << 15
 CACHED, OTHER = 2, 1
-
-
-@pytest.fixture
-def ends():
-    ours, theirs = socket.socketpair()
-    theirs.settimeout(HANG_S)
-    with ours, theirs:
-        yield ours, theirs
+received = partial(arrived, managed_pb2.FromStore)
 
 
 def shortcut_of(pages):
     return StoreShortcut(pages, *store_wrapping(*WHO), store_tag(*WHO).tobytes(), MAX_KEYS)
 
 
-class Served:
+class Served(Exchanged):
     """A wire in an exchange, whose client finds `KEYS` in a slab: page i in frame i."""
 
     def __init__(self, sock):
@@ -48,10 +41,8 @@ class Served:
         self.slot = self.add_pages(KEYS)
         self.states = np.full(8, CACHED, np.uint8)
         self.pages = self.pages_of_slab(are_all=False)
-        self.shortcut = shortcut_of(self.pages)
-        self.wire = Wire(sock.fileno(), MAX_BYTES, HIGH_WATER)
-        self.exchange = Exchange(2 * MAX_KEYS)
-        self.number = self.exchange.add(self.wire, self.shortcut)
+        shortcut = shortcut_of(self.pages)
+        super().__init__(sock, shortcut, max_keys=2 * MAX_KEYS, max_bytes=MAX_BYTES, high_water=HIGH_WATER)
 
     def pages_of_slab(self, *, are_all):
         return SlabPages(self.index, self.slot, self.states, CACHED, are_all=are_all)
@@ -74,21 +65,12 @@ class Served:
         self.index.publish(slot, frames)
         return slot
 
-    def messages(self):
-        """What is left to the caller, all that has arrived being served."""
-        self.exchange.serve()
-        taken = []
-        while (message := self.exchange.next(self.number)) is not None:
-            taken.append(message)
-        self.exchange.settle(self.number)
-        return taken
-
 
 @pytest.fixture
 def served(ends):
     made = Served(ends[0])
     yield made
-    made.exchange.close()
+    made.close()
 
 
 def asked(call=1, keys=KEYS):
@@ -97,17 +79,6 @@ def asked(call=1, keys=KEYS):
 
 def held(call=1, outcomes=bytes(8)):
     return managed_pb2.FromStore(call=call, held=managed_pb2.Outcomes(outcomes=outcomes))
-
-
-def received(sock):
-    """What is there for the other end."""
-    reader, messages = FrameReader(1 << 20), []
-    sock.setblocking(False)
-    with contextlib.suppress(BlockingIOError):
-        reader.feed(sock.recv(1 << 20))
-    while (data := reader.next()) is not None:
-        messages.append(managed_pb2.FromStore.FromString(data))
-    return messages
 
 
 @pytest.mark.parametrize("number", NUMBERS)
