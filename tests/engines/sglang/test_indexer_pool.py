@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.engines.sglang.indexer_rig import PAGE_TOKENS, IndexerRig
+from tests.engines.sglang.journeys import outlives_its_engine
 from tests.engines.sglang.rig import Model, Storage, kv_of
 
 MODEL = Model("mla", page_size=PAGE_TOKENS, layers=2)
@@ -19,8 +20,8 @@ def _rig(storage: Storage, core: str = "rust", layout: str = "page_first") -> In
     return IndexerRig(model, storage, core=core, device_pages=16, host_pages=32)
 
 
-def _check_device(rig: IndexerRig, num_pages: int) -> None:
-    expected = KV[: num_pages * PAGE_TOKENS]
+def _check_device(rig: IndexerRig, num_tokens: int) -> None:
+    expected = KV[:num_tokens]
     assert np.array_equal(rig.on_device(TOKENS), expected)
     assert np.array_equal(rig.index_on_device(TOKENS), rig.index_of(expected))
     rig.check()
@@ -29,16 +30,7 @@ def _check_device(rig: IndexerRig, num_pages: int) -> None:
 @pytest.mark.parametrize("core", ["rust", "python"])
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct", "layer_first"])
 def test_every_byte_of_kv_and_index_comes_back(layout: str, core: str, storage: Storage) -> None:
-    with _rig(storage, core, layout) as rig:
-        rig.compute(TOKENS, KV)
-        rig.forget()
-        assert rig.fetch(TOKENS) == 4 * PAGE_TOKENS
-        rig.load(TOKENS)
-        _check_device(rig, 4)
-    with _rig(storage, core, layout) as successor:
-        assert successor.fetch(TOKENS) == 4 * PAGE_TOKENS, "an engine that is started anew"
-        successor.load(TOKENS)
-        _check_device(successor, 4)
+    outlives_its_engine(lambda: _rig(storage, core, layout), TOKENS, KV, _check_device)
 
 
 @pytest.mark.parametrize("lost", ["kv", INDEXER])
@@ -49,4 +41,4 @@ def test_a_prefix_ends_before_a_page_that_lacks_one_of_the_two(lost: str, storag
         rig.forget()
         assert rig.fetch(TOKENS) == 2 * PAGE_TOKENS
         rig.load(TOKENS)
-        _check_device(rig, 2)
+        _check_device(rig, 2 * PAGE_TOKENS)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engines.sglang import media
+from tests.engines.sglang.journeys import TOKENS, goes_and_comes_back, outlives_its_engine
 from tests.engines.sglang.processes import Daemon
 from tests.engines.sglang.rig import CacheRig, Model, Storage, kv_of
 
@@ -19,8 +20,6 @@ LAYOUTS = {
     "mla": ("page_first", "page_first_direct", "layer_first"),
 }
 SHAPES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
-TOKENS = list(range(1000, 1000 + 6 * 16 + 5))
-"""Six pages and a rest that is never stored."""
 
 
 @pytest.fixture(params=["ours", "file"])
@@ -35,19 +34,7 @@ def storage(request: pytest.FixtureRequest, shared_daemon: Daemon, tmp_path: Pat
 @pytest.mark.parametrize(("kind", "layout"), SHAPES)
 def test_every_byte_comes_back_from_storage(kind: str, layout: str, core: str, storage: Storage) -> None:
     model = Model(kind, layout)
-    kv = kv_of(model, TOKENS)
-    with CacheRig(model, storage, core=core) as rig:
-        rig.compute(TOKENS, kv)
-        rig.forget()
-        assert rig.match(TOKENS).device_prefix_len == 0
-        assert rig.fetch(TOKENS) == 96
-        assert rig.load(TOKENS) == 96
-        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
-        rig.check()
-    with CacheRig(model, storage, core=core) as successor:
-        assert successor.fetch(TOKENS) == 96, "an engine that is started anew"
-        successor.load(TOKENS)
-        assert np.array_equal(successor.on_device(TOKENS), kv[:96])
+    outlives_its_engine(lambda: CacheRig(model, storage, core=core), TOKENS, kv_of(model, TOKENS))
 
 
 @pytest.mark.parametrize(("kind", "layout"), SHAPES)
@@ -59,11 +46,7 @@ def test_every_byte_comes_back_by_way_of_flat_pages(
     model = Model(kind, layout)
     kv = kv_of(model, TOKENS)
     with CacheRig(model, storage) as rig:
-        rig.compute(TOKENS, kv)
-        rig.forget()
-        assert rig.fetch(TOKENS) == 96
-        rig.load(TOKENS)
-        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
+        goes_and_comes_back(rig, TOKENS, kv)
         rig.lose_page(TOKENS, 2)
         rig.forget()
         assert rig.fetch(TOKENS) == 32
@@ -78,11 +61,7 @@ def test_ranks_of_another_number_have_their_heads_or_nothing(
     kv = kv_of(model, TOKENS)
     storage = media.ours(shared_daemon.address, model_revision=request.node.nodeid, tp_lcm_size=2, interface_v1=is_v1)
     with CacheRig(model, storage) as rig:
-        rig.compute(TOKENS, kv)
-        rig.forget()
-        assert rig.fetch(TOKENS) == 96
-        rig.load(TOKENS)
-        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
+        goes_and_comes_back(rig, TOKENS, kv)
     head_bytes = kv.shape[-1] // 2
     for rank in range(2):
         with CacheRig(replace(model, heads=1), storage, ranks=2, rank=rank) as rig:
@@ -157,11 +136,7 @@ def test_more_pages_than_one_batch(storage: Storage) -> None:
     tokens = list(range(7000, 7300))
     kv = kv_of(model, tokens)
     with CacheRig(model, storage, device_pages=512, host_pages=1024) as rig:
-        rig.compute(tokens, kv)
-        rig.forget()
-        assert rig.fetch(tokens) == 300
-        rig.load(tokens)
-        assert np.array_equal(rig.on_device(tokens), kv)
+        goes_and_comes_back(rig, tokens, kv)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
@@ -169,11 +144,7 @@ def test_other_widths(dtype: torch.dtype, storage: Storage) -> None:
     model = Model(dtype=dtype)
     kv = kv_of(model, TOKENS)
     with CacheRig(model, storage) as rig:
-        rig.compute(TOKENS, kv)
-        rig.forget()
-        assert rig.fetch(TOKENS) == 96
-        rig.load(TOKENS)
-        assert np.array_equal(rig.on_device(TOKENS), kv[:96])
+        goes_and_comes_back(rig, TOKENS, kv)
 
 
 def test_eagle_keys_name_pairs_of_tokens(storage: Storage) -> None:
@@ -183,11 +154,7 @@ def test_eagle_keys_name_pairs_of_tokens(storage: Storage) -> None:
     tokens = TOKENS[:97]  # the pair of the 96th token needs the 97th
     kv = kv_of(model, tokens)
     with CacheRig(model, storage) as rig:
-        rig.compute(tokens, kv)
-        rig.forget()
-        assert rig.fetch(tokens) == 96
-        rig.load(tokens)
-        assert np.array_equal(rig.on_device(tokens), kv[:96])
+        goes_and_comes_back(rig, tokens, kv)
         rig.forget()
         assert rig.fetch([*tokens[:96], 1]) == 80, "another successor"
     with CacheRig(replace(model, is_eagle=False), storage) as plain:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
+from tests.engines.sglang.journeys import TOKENS, outlives_its_engine
 from tests.engines.sglang.rig import CacheRig, Model, Storage, kv_of
 from tests.engines.sglang.swa_rig import SwaRig
 
 MODEL = Model(layers=4)
-TOKENS = list(range(1000, 1000 + 6 * 16 + 5))
 KV = kv_of(MODEL, TOKENS)
 SWA = "swa"
 
@@ -37,17 +37,7 @@ def _lose_window_pages(rig: SwaRig, pages: slice) -> None:
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 def test_every_byte_of_both_pools_comes_back(layout: str, core: str, storage: Storage) -> None:
     model = Model(layers=4, layout=layout)
-    with SwaRig(model, storage, core=core) as rig:
-        rig.compute(TOKENS, KV)
-        rig.forget()
-        assert rig.match(TOKENS).device_prefix_len == 0
-        assert rig.fetch(TOKENS) == 96
-        assert rig.load(TOKENS) == 96
-        _check_device(rig, 96)
-    with SwaRig(model, storage, core=core) as successor:
-        assert successor.fetch(TOKENS) == 96, "an engine that is started anew"
-        successor.load(TOKENS)
-        _check_device(successor, 96)
+    outlives_its_engine(lambda: SwaRig(model, storage, core=core), TOKENS, KV, _check_device)
 
 
 def test_a_prefix_whose_window_is_lost_is_not_restored(storage: Storage) -> None:

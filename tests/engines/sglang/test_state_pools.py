@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engines.sglang.journeys import TOKENS, outlives_its_engine
 from tests.engines.sglang.rig import Model, Storage, kv_of
 from tests.engines.sglang.state_rig import StateRig
 
 MODEL = Model(layers=2)
-TOKENS = list(range(1000, 1000 + 6 * 16 + 5))
 KV = kv_of(MODEL, TOKENS)
 STATE = "mamba"
 
@@ -32,17 +32,7 @@ def _check_device(rig: StateRig, num_tokens: int) -> None:
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
 def test_every_byte_of_kv_and_state_comes_back(layout: str, core: str, storage: Storage) -> None:
     model = Model(layers=2, layout=layout)
-    with StateRig(model, storage, core=core) as rig:
-        rig.compute(TOKENS, KV)
-        rig.forget()
-        assert rig.match(TOKENS).device_prefix_len == 0
-        assert rig.fetch(TOKENS) == 96
-        assert rig.load(TOKENS) == 96
-        _check_device(rig, 96)
-    with StateRig(model, storage, core=core) as successor:
-        assert successor.fetch(TOKENS) == 96, "an engine that is started anew"
-        successor.load(TOKENS)
-        _check_device(successor, 96)
+    outlives_its_engine(lambda: StateRig(model, storage, core=core), TOKENS, KV, _check_device)
 
 
 def test_a_prefix_ends_where_a_state_is(storage: Storage) -> None:
