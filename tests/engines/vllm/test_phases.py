@@ -65,6 +65,14 @@ def remembered(engine: SteppedEngine, seed: int) -> tuple[list[int], Answer]:
     return prompt, answer
 
 
+def loading(engine: SteppedEngine, prompt: list[int], gated: Callable[[str], Gate]) -> tuple[Gate, str]:
+    """A request of a remembered prompt whose load stands still, and the gate that lets it go on."""
+    gate = gated("load")
+    request = engine.add(prompt)
+    engine.step_until(gate.arrived.is_set)
+    return gate, request
+
+
 def expect(engine: SteppedEngine, prompt: list[int], answer: Answer) -> None:
     again = engine.ask(prompt)
     assert again.cached_tokens == PREFIX_BLOCKS * BLOCK_SIZE
@@ -90,9 +98,7 @@ def test_before_its_first_step(engine: SteppedEngine) -> None:
 def test_while_its_prefix_is_being_loaded(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
     """Its blocks are the copying thread's until that is done; then they are free."""
     prompt, answer = remembered(engine, 2)
-    gate = gated("load")
-    request = engine.add(prompt)
-    engine.step_until(gate.arrived.is_set)
+    gate, request = loading(engine, prompt, gated)
     assert engine.status(request) == "WAITING_FOR_REMOTE_KVS"
     engine.abort(request)
     engine.step()
@@ -102,39 +108,31 @@ def test_while_its_prefix_is_being_loaded(engine: SteppedEngine, gated: Callable
     expect(engine, prompt, answer)
 
 
+def one_of_two_goes(engine: SteppedEngine, gated: Callable[[str], Gate], seed: int, which: int) -> None:
+    """One request loads and another one waits for that; `which` of them (0, 1) goes, and the other has its answer."""
+    prompt, answer = remembered(engine, seed)
+    gate, first = loading(engine, prompt, gated)
+    both = [first, engine.add(prompt)]
+    engine.step()
+    engine.abort(both.pop(which))
+    gate.opened.set()
+    [got] = engine.finish(*both)
+    assert_same(got, answer, FP32_TOLERANCE)
+
+
 def test_another_one_waits_for_the_load_of_the_one_that_goes(
     engine: SteppedEngine, gated: Callable[[str], Gate]
 ) -> None:
-    prompt, answer = remembered(engine, 3)
-    gate = gated("load")
-    first = engine.add(prompt)
-    engine.step_until(gate.arrived.is_set)
-    second = engine.add(prompt)
-    engine.step()
-    engine.abort(first)
-    gate.opened.set()
-    [got] = engine.finish(second)
-    assert_same(got, answer, FP32_TOLERANCE)
+    one_of_two_goes(engine, gated, 3, which=0)
 
 
 def test_the_one_that_waits_goes(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
-    prompt, answer = remembered(engine, 8)
-    gate = gated("load")
-    first = engine.add(prompt)
-    engine.step_until(gate.arrived.is_set)
-    second = engine.add(prompt)
-    engine.step()
-    engine.abort(second)
-    gate.opened.set()
-    [got] = engine.finish(first)
-    assert_same(got, answer, FP32_TOLERANCE)
+    one_of_two_goes(engine, gated, 8, which=1)
 
 
 def test_after_its_load_has_ended_and_before_it_runs(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
     prompt, answer = remembered(engine, 9)
-    gate = gated("load")
-    request = engine.add(prompt)
-    engine.step_until(gate.arrived.is_set)
+    gate, request = loading(engine, prompt, gated)
     gate.opened.set()
     scheduler = engine.scheduler
     engine.step_until(lambda: bool(scheduler.finished_recving_kv_req_ids))
@@ -166,14 +164,12 @@ def test_while_it_is_preempted(engine: SteppedEngine) -> None:
 
 def test_others_compute_while_one_loads(engine: SteppedEngine, gated: Callable[[str], Gate]) -> None:
     prompt, answer = remembered(engine, 4)
-    gate = gated("load")
-    loading = engine.add(prompt)
-    engine.step_until(gate.arrived.is_set)
+    gate, request = loading(engine, prompt, gated)
     other = engine.ask(random_tokens(40, 50), 8)
     assert len(other.token_ids) == 8
-    assert engine.status(loading) == "WAITING_FOR_REMOTE_KVS"
+    assert engine.status(request) == "WAITING_FOR_REMOTE_KVS"
     gate.opened.set()
-    [got] = engine.finish(loading)
+    [got] = engine.finish(request)
     assert_same(got, answer, FP32_TOLERANCE)
 
 
@@ -194,15 +190,13 @@ def test_a_reset_of_everything_while_one_loads_is_refused(engine: SteppedEngine,
     """By vLLM itself, after it has made the running requests begin anew."""
     prompt, answer = remembered(engine, 11)
     other_prompt = random_tokens(52, 40)  # which nobody has seen, so that it waits for no load itself
-    gate = gated("load")
-    loading = engine.add(prompt)
-    engine.step_until(gate.arrived.is_set)
+    gate, request = loading(engine, prompt, gated)
     running = engine.add(other_prompt, 20)
     engine.step_until(lambda: engine.num_output_tokens(running) > 2)
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         engine.reset_with_running_requests()
     gate.opened.set()
-    loaded, interrupted = engine.finish(loading, running)
+    loaded, interrupted = engine.finish(request, running)
     assert_same(loaded, answer, FP32_TOLERANCE)
     engine.forget_device()
     expect(engine, prompt, answer)
