@@ -10,20 +10,9 @@ from cachesvc.node.node import Node
 from cachesvc.node.parts import NodeOptions
 from cachesvc.node.store_sessions import BadRequest
 from cachesvc.node.tiers import Tier
-from storage_backends.base import Outcome
-from tests.helpers.store_user import PAGE_BYTES, StoreUser, check_conserved, some_keys
+from tests.helpers.store_user import PAGE_BYTES, StoreUser, check_conserved
 from tests.oracles.pages import memory_backend
-
-OK, MISS, UNAVAILABLE = int(Outcome.OK), int(Outcome.MISS), int(Outcome.UNAVAILABLE)
-KEYS = some_keys(40)
-
-
-@pytest.fixture
-def bare():
-    """A node without tiers."""
-    with Node([], manual=True, options=NodeOptions(managed_bytes=64 * PAGE_BYTES)) as node:
-        yield node
-        check_conserved(node)
+from tests.unit.managed.pages import KEYS, MISS, OK, UNAVAILABLE
 
 
 @pytest.fixture
@@ -103,13 +92,12 @@ def test_pages_are_not_there_while_they_are_written_nor_when_they_have_left(bare
 
 
 def test_a_page_written_again_into_the_frame_that_it_left_is_not_there_before_its_commit(bare):
-    """The index still names the frame, and its record shows the key: only the account knows."""
+    """The index names the frame, and its record shows the key: only the account knows."""
     user = StoreUser(bare, frames=2)
-    user.put(KEYS[:1])
-    user.put(KEYS[1:2])
-    user.commit(user.reserve(KEYS[2:3]), [False])  # takes the frame, and never writes it
     reserved = user.reserve(KEYS[:1])
     user.write(KEYS[:1], reserved.frames)
+    slab = user.session.slab
+    slab.parts.pages.publish(slab.slot, reserved.frames)
     assert user.session.slab.parts.pages.held(user.own_keys(KEYS[:1])).all()
     assert user.contains_natively(KEYS[:1]) is None
     user.commit(reserved)
