@@ -8,10 +8,20 @@ from cachekernels.tree import HOST
 from cachesvc.node.parts import NodeOptions
 from engine_plugin.hicache.base import CloseReason
 from engine_plugin.hicache.prefetch import MAX_TRIES, POLLS_BETWEEN_TRIES
-from tests.helpers.caches import PAGE, prompt
+from tests.helpers.caches import PAGE, Rig, prompt
 from tests.helpers.stored_prompts import must_probe, stored
 from tests.oracles.pages import ScriptedBackend
 from tests.unit.controller_prefetch.rigs import TOKENS, admit, finish, new_rig, steps
+
+
+def fourteen_frames_in_use(rig: Rig) -> int:
+    """Returns the tree's node whose lock on host keeps them so."""
+    tokens = prompt(2, 14 * PAGE)
+    rig.run(tokens)
+    rig.settle()
+    node = rig.tree.match(tokens).node
+    rig.tree.lock(node, HOST)
+    return node
 
 
 def test_frames_are_granted_for_the_hit_not_for_the_prompt(backend: ScriptedBackend) -> None:
@@ -60,10 +70,7 @@ def test_a_full_host_makes_room_for_a_prefetch_and_evicts_only_the_shortfall(bac
 
 def test_without_frames_a_request_is_declined_at_once_and_asks_again_while_it_waits(backend: ScriptedBackend) -> None:
     with new_rig(backend, num_host_frames=16, prefetch_threshold_tokens=4 * PAGE) as rig:
-        rig.run(prompt(2, 14 * PAGE))
-        rig.settle()
-        node = rig.tree.match(prompt(2, 14 * PAGE)).node
-        rig.tree.lock(node, HOST)
+        node = fourteen_frames_in_use(rig)
         handle = rig.open(TOKENS)
         assert rig.prefetch_ends() == {"miss": 1, "no_frames": 1}
         assert rig.cache.ready(handle)
@@ -83,10 +90,7 @@ def test_without_frames_a_request_is_declined_at_once_and_asks_again_while_it_wa
 def test_a_later_try_that_the_request_did_not_wait_for_is_not_called_a_deadline(backend: ScriptedBackend) -> None:
     """The policy is wait_complete, which knows none."""
     with new_rig(backend, num_host_frames=16, prefetch_threshold_tokens=4 * PAGE) as rig:
-        rig.run(prompt(2, 14 * PAGE))
-        rig.settle()
-        node = rig.tree.match(prompt(2, 14 * PAGE)).node
-        rig.tree.lock(node, HOST)
+        node = fourteen_frames_in_use(rig)
         handle = rig.open(TOKENS)
         rig.tree.unlock(node, HOST)
         for _ in range(POLLS_BETWEEN_TRIES):
@@ -117,16 +121,14 @@ def test_nothing_is_evicted_for_a_prefetch_that_cannot_have_enough(backend: Scri
 
 def test_a_request_does_not_ask_for_ever(backend: ScriptedBackend) -> None:
     with new_rig(backend, num_host_frames=16, prefetch_threshold_tokens=4 * PAGE) as rig:
-        rig.run(prompt(2, 14 * PAGE))
-        rig.settle()
-        rig.tree.lock(rig.tree.match(prompt(2, 14 * PAGE)).node, HOST)
+        node = fourteen_frames_in_use(rig)
         handle = rig.open(TOKENS)
         for _ in range(2 * MAX_TRIES * POLLS_BETWEEN_TRIES):
             assert rig.cache.ready(handle)
             rig.cache.poll()
         assert rig.prefetch_ends()["no_frames"] == MAX_TRIES
         rig.cache.close(handle, None, CloseReason.ABORTED)
-        rig.tree.unlock(rig.tree.match(prompt(2, 14 * PAGE)).node, HOST)
+        rig.tree.unlock(node, HOST)
 
 
 def test_an_op_that_the_node_does_not_take_is_declined_and_its_frames_come_back(backend: ScriptedBackend) -> None:
