@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from engine_plugin.engine.tokenizer import Tokenizer
 from engine_plugin.models.gguf_file import GgufFile
 from tests.helpers.forwards import Bench
 from tests.helpers.gguf_writer import packaged_gguf
+from tests.helpers.texts import TEXTS, Message
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,27 +23,11 @@ pytestmark = [
     pytest.mark.timeout(400),  # it reads the GGUF file in a minute on a busy machine
 ]
 
-TEXTS = [
-    "Hello, world! It's 12345 o'clock;  two spaces,\n\n\tand a tab.",
-    "def f(x: int) -> str:\n    return f'{x:>10}'  # don't\r\n",
-    "naïve café — 東京タワー 🗼👩‍👩‍👧‍👦 Ελλάδα مرحبا",
-    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
-    " leading and trailing ",
-    "",
-    "\x00\x01 controls \x7f",
-]
-
 PROMPTS = [
     "The quick brown fox jumps over",
     "import os\n\ndef list_files(path):\n    return",
     "Once upon a time, in a small village by the sea, there lived an old fisherman who every morning",
 ]
-
-
-@dataclass
-class Message:
-    role: str
-    content: str
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Reject
 from cachesvc.rpc import channel_pb2, codec
 from cachesvc.rpc.framing import to_frame
-from tests.helpers.channels import RawClient, RunningDoor, connected
+from tests.helpers.channels import RawClient, RunningDoor, connected, rejected
 from tests.oracles.pages import HANG_S, IDENTITY, chain, depths, memory_backend
 
 KEYS = chain(1, 8)
@@ -42,10 +42,6 @@ def pages(op, keys=KEYS, frames=FRAMES, **changes):
     for name, value in changes.items():
         setattr(message, name, value)
     return message
-
-
-def rejected(node, reason):
-    return node.registry.snapshot()[f'cachesvc_channel_rejected_total{{reason="{reason}"}}']
 
 
 def still_serves(door):

@@ -21,16 +21,12 @@ from engine_plugin.sglang.rank_store import PoolPlan
 from tests.helpers.channels import RunningDoor
 from tests.helpers.node_process import NodeProcess
 from tests.helpers.resources import growth, resources
-from tests.helpers.sglang_pools import LAYOUTS, PAGE_SIZE, FlatPool, LogicalPool, MhaPool, MovingPool, slots_of
+from tests.helpers.sglang_pools import LAYOUTS, PAGE_SIZE, FlatPool, LogicalPool, MhaPool, MovingPool, hashes, slots_of
 from tests.helpers.store_user import check_conserved
 from tests.oracles.pages import HANG_S
 
 MEMORY_GIB = 2**-12  # 256 KiB
 QUICK = {"exists_timeout_ms": 300, "get_timeout_ms": 300, "put_timeout_ms": 300, "clear_timeout_ms": 300}
-
-
-def hashes(count, first=0):
-    return [f"{number:064x}" for number in range(first, first + count)]
 
 
 def plan(pool, name=KV, namespace="n"):

@@ -19,6 +19,7 @@ from engine_plugin.sglang.host_pages import pages_in_buffers
 from engine_plugin.sglang.linker_core import HOLD_S, LinkerCore, Refusal
 from engine_plugin.sglang.rank_store import PoolPlan
 from tests.helpers.node_process import NodeProcess
+from tests.helpers.sglang_pools import hashes
 from tests.helpers.store_user import check_conserved
 from tests.oracles.pages import HANG_S
 
@@ -115,10 +116,6 @@ class _Stacked(list):
 
 def _content(number):
     return np.random.default_rng(number).integers(0, 256, PAGE_BYTES, dtype=np.uint8)
-
-
-def hashes(count, first=0):
-    return [f"{number:064x}" for number in range(first, first + count)]
 
 
 def slots_of(pages):

@@ -19,6 +19,7 @@ from cachesvc.client.greeting import greet, new_hello
 from cachesvc.daemon.channel import ChannelDoor
 from cachesvc.daemon.loop import new_event_loop
 from cachesvc.node.node import Node
+from cachesvc.outcomes import Reject
 from cachesvc.rpc import channel_pb2, codec
 from cachesvc.rpc.framing import FrameReader, to_frame
 from tests.oracles.pages import HANG_S, IDENTITY
@@ -171,6 +172,11 @@ def next_message(sock: socket.socket, frames: FrameReader, message: Received) ->
         frames.feed(received)
     codec.parse(message, data)
     return message
+
+
+def rejected(node: Node, reason: Reject) -> float:
+    """How many messages `node` has refused for `reason`."""
+    return node.registry.snapshot()[f'cachesvc_channel_rejected_total{{reason="{reason}"}}']
 
 
 def readable(sock: socket.socket) -> bool:

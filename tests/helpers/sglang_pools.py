@@ -129,3 +129,8 @@ class ClosedPool(MhaPool):
 def slots_of(*pages):
     """int64 [n * page_size]: the slots of these pages."""
     return (np.array(pages)[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1)
+
+
+def hashes(count, first=0):
+    """Of pages, as SGLang names them."""
+    return [f"{number:064x}" for number in range(first, first + count)]

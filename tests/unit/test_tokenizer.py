@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,7 @@ from engine_plugin.engine.loading import open_model
 from engine_plugin.engine.tokenizer import Tokenizer, byte_tokenizer, folder_tokenizer, gguf_tokenizer
 from engine_plugin.models.gguf_file import GgufFile
 from tests.helpers.gguf_writer import write_gguf
-
-TEXTS = [
-    "Hello, world! It's 12345 o'clock;  two spaces,\n\n\tand a tab.",
-    "def f(x: int) -> str:\n    return f'{x:>10}'  # don't\r\n",
-    "naïve café — 東京タワー 🗼👩‍👩‍👧‍👦 Ελλάδα مرحبا",
-    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
-    " leading and trailing ",
-    "",
-    "\x00\x01 controls \x7f",
-]
-
-
-@dataclass
-class Message:
-    role: str
-    content: str
+from tests.helpers.texts import TEXTS, Message
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from cachesvc.rpc import channel_pb2, managed_pb2, store_codec
 from storage_backends.base import Outcome
 from tests.fault.store.clients import FRAMES, KEYS, OK, PAGES, opened
 from tests.fault.store.raw import RawStore, ToStore, commit, contains, get, reserve
-from tests.helpers.channels import RunningDoor, connected
+from tests.helpers.channels import RunningDoor, connected, rejected
 from tests.helpers.store_user import positions, request, some_keys
 from tests.oracles.pages import HANG_S
 
@@ -36,10 +36,6 @@ MALFORMED = {
     "no call": (reserve(0), Reject.BAD_OP),
     "frames of nobody": (commit(1, 99), Reject.BAD_OP),
 }
-
-
-def rejected(node, reason):
-    return node.registry.snapshot()[f'cachesvc_channel_rejected_total{{reason="{reason}"}}']
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
