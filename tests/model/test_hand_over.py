@@ -12,7 +12,6 @@ import hashlib
 
 import numpy as np
 from cachekernels.region import Region, RegionTooLarge, Side
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -25,6 +24,7 @@ from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from cachesvc.outcomes import AttachResult, Conserved
 from storage_backends.layers.passing import PassingLayer
+from tests.model.machines import repeatable
 from tests.oracles.pages import IDENTITY, OK, PAGE_BYTES, ScriptedBackend, chain, depths, memory_backend, page, run_all
 
 NUM_FRAMES = 6
@@ -396,10 +396,4 @@ class HandOverMachine(RuleBasedStateMachine):
 
 
 TestHandOver = HandOverMachine.TestCase
-TestHandOver.settings = settings(
-    max_examples=100,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+TestHandOver.settings = repeatable(100)

@@ -8,9 +8,8 @@ nothing is held, lent or granted, and what the tier has of a page is right and i
 
 import numpy as np
 from cachekernels.pages import object_ids
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import invariant, rule
 
 from cachesvc.clock import ManualClock
 from cachesvc.identity import store_keys
@@ -21,6 +20,7 @@ from cachesvc.node.tiers import Tier
 from storage_backends.base import Outcome, outcomes
 from storage_backends.errors import StorageUnavailable
 from tests.helpers.store_user import PAGE_BYTES, StoreUser, check_conserved, positions, some_keys
+from tests.model.machines import Interleaved, repeatable
 from tests.oracles.pages import ScriptedBackend, memory_backend, page, run_all
 
 KEYS = some_keys(12)
@@ -83,9 +83,9 @@ class Player(StoreUser):
         return np.stack([page(key, PAGE_BYTES) for key in self.own(which)])
 
 
-class ManagedMachine(RuleBasedStateMachine):
+class ManagedMachine(Interleaved):
     def __init__(self):
-        super().__init__()
+        super().__init__(FAULTS)
         self.clock = ManualClock()
         self.backend = ScriptedBackend(memory_backend())
         self.node = Node(
@@ -96,24 +96,10 @@ class ManagedMachine(RuleBasedStateMachine):
         )
         self.players = [Player(self.node, who) for who in range(len(WHO))]
         self.may_be = set()  # (tenant, namespace, row): put and not deleted since
-        self.fault = None
-        self.meanwhile = []
         for verb in ("get", "put", "delete"):
             self.backend.before[verb] = self.inside
         # No actions here: it is also what is known from memory, asked in the middle of a verb.
-        self.backend.before["contains"] = lambda ids: None if self.fault is None else FAULTS[self.fault](ids)
-
-    def inside(self, ids):
-        actions, self.meanwhile = self.meanwhile, []
-        for action in actions:
-            action()
-        return None if self.fault is None else FAULTS[self.fault](ids)
-
-    def soon(self, later, action):
-        if later:
-            self.meanwhile.append(action)
-        else:
-            action()
+        self.backend.before["contains"] = self.failing
 
     def name(self, who, row):
         return (*WHO[who], row)
@@ -301,10 +287,4 @@ class ManagedMachine(RuleBasedStateMachine):
 
 
 TestManaged = ManagedMachine.TestCase
-TestManaged.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+TestManaged.settings = repeatable(40)

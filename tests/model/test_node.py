@@ -10,9 +10,8 @@ import hashlib
 
 import numpy as np
 from cachekernels.pages import object_ids
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from cachesvc.clock import ManualClock
 from cachesvc.node.events import OpEnded, PagesRead
@@ -23,6 +22,7 @@ from storage_backends.base import Outcome, Segments, outcomes
 from storage_backends.errors import StorageUnavailable
 from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.layers.fault import FaultLayer, Flip, Tear
+from tests.model.machines import Interleaved, repeatable
 from tests.oracles.pages import IDENTITY, OK, PAGE_BYTES, Engine, ScriptedBackend, chain, memory_backend, page, run_all
 
 NUM_FRAMES = 20
@@ -102,9 +102,9 @@ class Player(Engine):
             assert self.digest(frame) == digest, f"free frame {frame} was written"
 
 
-class NodeMachine(RuleBasedStateMachine):
+class NodeMachine(Interleaved):
     def __init__(self):
-        super().__init__()
+        super().__init__(FAULTS)
         self.clock = ManualClock()
         self.rot = None
         spoiled = FaultLayer(memory_backend(), lambda operation: ROT.get((self.rot, operation)), self.clock.advance)
@@ -118,24 +118,8 @@ class NodeMachine(RuleBasedStateMachine):
         self.node._parts.pool._max_running_stores = 3  # slices of a lane overlap: one runs inside the other
         self.players = [Player(self.node, "a"), Player(self.node, "b")]
         self.generation = 0
-        self.meanwhile = []
-        self.fault = None
         for verb in ("get", "put", "contains"):
             self.backend.before[verb] = self.inside
-
-    def inside(self, ids):
-        """In the middle of a call of the tier: something else happens, then the fault of the day."""
-        actions, self.meanwhile = self.meanwhile, []
-        for action in actions:
-            action()
-        return None if self.fault is None else FAULTS[self.fault](ids)
-
-    def soon(self, later, action):
-        """Now, or in the middle of the next call of the tier."""
-        if later:
-            self.meanwhile.append(action)
-        else:
-            action()
 
     @rule(who=engines, seed=seeds, first=st.integers(0, 8), count=st.integers(1, 10), later=st.booleans())
     def prefetch(self, who, seed, first, count, later):
@@ -294,10 +278,4 @@ class NodeMachine(RuleBasedStateMachine):
 
 
 TestNode = NodeMachine.TestCase
-TestNode.settings = settings(
-    max_examples=80,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+TestNode.settings = repeatable(80)

@@ -9,7 +9,6 @@ op has ended, and a page that was told as stored is there.
 import numpy as np
 import pytest
 from cachekernels.pages import object_ids
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -21,6 +20,7 @@ from cachesvc.node.parts import NodeOptions
 from cachesvc.node.tiers import Tier
 from storage_backends.base import Outcome
 from tests.helpers.held_slices import HeldSlices
+from tests.model.machines import repeatable
 from tests.oracles.pages import EXISTS, Engine, chain, memory_backend
 
 NUM_PAGES = 24
@@ -178,10 +178,4 @@ class LaneMachine(RuleBasedStateMachine):
 
 
 TestLane = LaneMachine.TestCase
-TestLane.settings = settings(
-    max_examples=80,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+TestLane.settings = repeatable(80)
