@@ -5,8 +5,9 @@ from __future__ import annotations
 from cachesvc.node.node import Node
 from cachesvc.node.tiers import Tier
 from storage_backends.registry import open_backend
-from tests.helpers.redis_servers import until, valkey
+from tests.helpers.redis_servers import valkey
 from tests.helpers.shared_tiers import FRAMES, KEYS, found, node_on
+from tests.helpers.waiting import until
 from tests.oracles.pages import Engine, memory_backend
 
 LAYERS = {"deadline_s": 0.2, "breaker_failures": 2, "breaker_pause_s": 0.05, "attempts": 1}

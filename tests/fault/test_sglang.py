@@ -23,6 +23,7 @@ from tests.helpers.node_process import NodeProcess
 from tests.helpers.resources import growth, resources
 from tests.helpers.sglang_pools import LAYOUTS, PAGE_SIZE, FlatPool, LogicalPool, MhaPool, MovingPool, hashes, slots_of
 from tests.helpers.store_user import check_conserved
+from tests.helpers.waiting import until
 from tests.oracles.pages import HANG_S
 
 MEMORY_GIB = 2**-12  # 256 KiB
@@ -207,14 +208,6 @@ def test_hashes_that_are_none(door, name):
 # a node that hangs, dies, is not there
 
 
-def until(is_so):
-    for _ in range(int(HANG_S / 0.01)):
-        if is_so():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("not so in time")
-
-
 def until_connected(core):
     store = core._pools.pool(KV)
     until(lambda: all(one.is_connected for one in vars(store._shards[0].stores).values()))
@@ -242,10 +235,8 @@ def test_a_node_that_hangs_costs_one_deadline_and_then_nothing(verb):
         assert outcomes["unavailable"] >= 490 * (1 if verb == "exists" else 4)
         process.thaw()
         until_connected(core)
-        for _ in range(int(HANG_S / 0.01)):  # the circuit lets one through after its pause
-            if core.count_hits(names) == 4 and get(core, names, range(4, 8)) == [True] * 4:
-                break
-            threading.Event().wait(0.01)
+        # The circuit lets one through after its pause.
+        until(lambda: core.count_hits(names) == 4 and get(core, names, range(4, 8)) == [True] * 4)
         assert contents(pool, range(4, 8)) == contents(pool, range(4))
         core.close()
 

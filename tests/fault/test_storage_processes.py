@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +22,7 @@ from storage_backends.file.config import FileConfig
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.helpers import storage_child
 from tests.helpers.storage_child import OBJECT_BYTES, PAGE_BYTES, ids_of, open_verified, pages_of
+from tests.helpers.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
 ROOMY = 1000 * OBJECT_BYTES
@@ -229,10 +229,7 @@ class TestFullDirectory:
             ids = make_ids(2, 2)
             looked = second._current._index
             assert (second.put_from(ids, more.segments()) == Outcome.THROTTLED).all(), "it looks what could leave"
-            for _ in range(6000):
-                if not looked._wanted.is_set():
-                    break
-                threading.Event().wait(0.01)
+            until(lambda: not looked._wanted.is_set())
             assert (second.put_from(ids, more.segments()) == Outcome.OK).all()
             assert bytes_on_disk(tmp_path) == second.usage().used_bytes == 8 * OBJECT_BYTES
 

@@ -40,6 +40,7 @@ from tests.helpers.scripted_s3 import (
     value,
 )
 from tests.helpers.seaweed import BUCKET, Seaweed
+from tests.helpers.waiting import until
 from tests.oracles.page_header import seal
 
 NAMESPACE = bytes(range(32))
@@ -441,8 +442,7 @@ class TestRestart:
                 assert not states[1] & {Outcome.OK, Outcome.EXISTS}
                 ids = np.concatenate([make_ids(4, seed) for seed in (1, 2)])
                 # On a busy machine a call may still take longer than its deadline: then the next one tells.
-                while not (backend.is_serving() and all_there(backend, ids)):
-                    threading.Event().wait(0.01)
+                until(lambda: backend.is_serving() and all_there(backend, ids))
         finally:
             stop.set()
             server.close()

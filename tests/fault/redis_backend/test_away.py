@@ -20,7 +20,8 @@ from storage_backends.layers.checksum import ChecksumLayer
 from storage_backends.registry import open_backend
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.fault.redis_backend.backends import NAMESPACE, PASSING, SIZE, contains_or_fails, opened
-from tests.helpers.redis_servers import PASSWORD, USER, Server, until
+from tests.helpers.redis_servers import PASSWORD, USER, Server
+from tests.helpers.waiting import until
 
 
 class TestAway:

@@ -20,8 +20,9 @@ from storage_backends.redis.names import slot_table, slots_of
 from storage_backends.registry import open_backend
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.fault.redis_backend.backends import PASSING, SIZE, contains_or_fails, opened
-from tests.helpers.redis_servers import Server, cluster, fresh_prefix, until, valkey
+from tests.helpers.redis_servers import Server, cluster, fresh_prefix, valkey
 from tests.helpers.scripted_redis import ScriptedRedis, says
+from tests.helpers.waiting import until
 
 
 @pytest.fixture(scope="module")

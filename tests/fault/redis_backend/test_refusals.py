@@ -15,7 +15,8 @@ from storage_backends.errors import (
 from storage_backends.registry import open_backend
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.fault.redis_backend.backends import SIZE, contains_or_fails, opened
-from tests.helpers.redis_servers import PASSWORD, USER, Server, fresh_prefix, until, valkey
+from tests.helpers.redis_servers import PASSWORD, USER, Server, fresh_prefix, valkey
+from tests.helpers.waiting import until
 
 
 class TestRefused:

@@ -18,8 +18,9 @@ from storage_backends.errors import (
 from storage_backends.redis.wire import Wire
 from storage_backends.testing.objects import Buffers, make_ids
 from tests.fault.redis_backend.backends import SIZE, opened
-from tests.helpers.redis_servers import Server, fresh_prefix, key_of, until
+from tests.helpers.redis_servers import Server, fresh_prefix, key_of
 from tests.helpers.scripted_redis import ScriptedRedis, says
+from tests.helpers.waiting import until
 
 
 class TestWriters:

@@ -1,4 +1,4 @@
-"""A medium that hangs or fails in part, and a wait for what other threads do."""
+"""A medium that hangs or fails in part."""
 
 from __future__ import annotations
 
@@ -48,13 +48,6 @@ class Partly(Fault):
 
 def faulty(memory: StorageBackend, script: Script) -> FaultLayer:
     return FaultLayer(memory, script, lambda _: None)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Passes once another thread has come that far; the test's own time-out bounds it."""
-    moment = threading.Event()
-    while not condition():
-        moment.wait(0.001)
 
 
 def waiters(clock: ManualClock) -> int:

@@ -17,7 +17,8 @@ from storage_backends.layers.fault import Raise, Script
 from storage_backends.layers.limit import LimitLayer
 from storage_backends.memory.backend import MemoryBackend
 from storage_backends.testing.objects import Buffers, make_ids
-from tests.unit.resilience.faults import SIZE, Aside, Hang, faulty, until
+from tests.helpers.waiting import until
+from tests.unit.resilience.faults import SIZE, Aside, Hang, faulty
 
 
 class TestLimit:

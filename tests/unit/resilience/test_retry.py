@@ -19,7 +19,8 @@ from storage_backends.layers.passing import PassingLayer
 from storage_backends.layers.retry import RetryLayer, RetryOptions
 from storage_backends.memory.backend import MemoryBackend
 from storage_backends.testing.objects import Buffers, make_ids
-from tests.unit.resilience.faults import AWAY, BROKEN, BUSY, SIZE, SLOW, Aside, Partly, faulty, until, waiters
+from tests.helpers.waiting import until
+from tests.unit.resilience.faults import AWAY, BROKEN, BUSY, SIZE, SLOW, Aside, Partly, faulty, waiters
 
 
 class TestRetry:
