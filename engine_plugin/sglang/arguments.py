@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_observability, get_spec
+from sglang.srt.runtime_context import get_exec, get_lora, get_model, get_observability, get_parallel, get_spec
 
 from engine_plugin.models.checkpoint import FilesSeen
 from engine_plugin.sglang.identity import model_identity
@@ -28,8 +28,16 @@ def identity_in_effect(revision: str | None) -> str:
     return model_identity(_in_effect(), revision, FILES_SEEN)
 
 
-def metric_labels(*, tp_rank: int, dp_rank: int, pp_rank: int, attn_cp_rank: int) -> dict[str, str]:
-    """The labels of SGLang's own storage metrics that tell ranks apart, and the operator's."""
+def num_replicas() -> int:
+    """Data-parallel ranks of this deployment, whole or of the attention alone (`--enable-dp-attention`): each has a
+    scheduler and a cache, and counts its tensor, pipeline and context ranks by itself."""
+    return int(get_parallel().num_dp_ranks)
+
+
+def metric_labels(*, tp_rank: int, pp_rank: int, attn_cp_rank: int) -> dict[str, str]:
+    """The labels of SGLang's own storage metrics that tell ranks apart, and the operator's. `dp_rank` is that of this
+    process's scheduler: what a storage is told is 0 for every replica of `--dp-size` without attention of its own."""
+    dp_rank = get_parallel().dp_rank or 0  # None: there is but one
     ranks = {"tp_rank": tp_rank, "dp_rank": dp_rank, "pp_rank": pp_rank, "attn_cp_rank": attn_cp_rank}
     labels = {**ranks, **(get_observability().extra_metric_labels or {})}
     return {name: str(value) for name, value in labels.items()}

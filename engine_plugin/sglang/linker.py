@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from sglang.srt.runtime_context import get_parallel
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.sglang.arguments import identity_in_effect, metric_labels
+from engine_plugin.sglang.arguments import identity_in_effect, metric_labels, num_replicas
 from engine_plugin.sglang.config import LINKER_WHERE, LinkerConfig, parse_linker_config
 from engine_plugin.sglang.core import KV, StorageCore
 from engine_plugin.sglang.host_pages import StraightPages, pages_in_buffers
@@ -123,8 +123,8 @@ class CachesvcLinker(UnifiedCacheLinker):
 
 
 def _new_series() -> PageSeries:
-    """Of the one rank that is supported."""
-    return PageSeries(metric_labels(tp_rank=0, dp_rank=0, pp_rank=0, attn_cp_rank=0), OF_LINKER)
+    """Of the one rank that is supported, or of one replica."""
+    return PageSeries(metric_labels(tp_rank=0, pp_rank=0, attn_cp_rank=0), OF_LINKER)
 
 
 def _check_supported(pool: Any, params: CacheInitParams, components: set[ComponentType]) -> None:
@@ -153,7 +153,7 @@ def _buffers(pool: Any) -> Sequence[torch.Tensor]:
 
 def _opened(config: LinkerConfig, pool: Any, pages: StraightPages) -> StorageCore:
     namespace = _identity(config, pool, pages).namespace()
-    core = StorageCore(config, 1, has_shared_pages=False)
+    core = StorageCore(config, num_replicas(), has_shared_pages=False)
     core.open_anchor(PoolPlan(KV, ((pages, namespace),)))
     return core
 

@@ -46,7 +46,8 @@ class Demand:
 class RankNode:
     """Opens stores with the node that `config` names. One per attach; `close` ends a private node.
 
-    `num_ranks`: of the engine. `has_shared_pages`: some pages are written by one rank and read by others.
+    `num_ranks`: of the engine, its data-parallel replicas included. `has_shared_pages`: some pages are written by one
+    rank and read by others.
     """
 
     def __init__(self, config: StorageConfig, num_ranks: int, *, has_shared_pages: bool) -> None:

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from cachesvc.config.model import ConfigError
-from engine_plugin.sglang.arguments import identity_in_effect, metric_labels
+from engine_plugin.sglang.arguments import identity_in_effect, metric_labels, num_replicas
 from engine_plugin.sglang.config import WHERE, parse_config
 from engine_plugin.sglang.core import KV, PoolNeed, StorageCore
 from engine_plugin.sglang.gate import StoreVerb
@@ -69,7 +69,7 @@ class CachesvcStorage(HiCacheStorage):
             raise ConfigError(f"{WHERE}: ranks that share out a page's tokens (dcp_size > 1) are not supported")
         _build_page_hashes()
         self._model = identity_in_effect(self._config.model_revision)
-        num_ranks = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size
+        num_ranks = storage_config.tp_size * storage_config.pp_size * storage_config.attn_cp_size * num_replicas()
         has_shared_pages = storage_config.is_mla_model and storage_config.tp_size > 1
         self._series = self._new_series() if storage_config.enable_storage_metrics else None
         self._core = StorageCore(self._config, num_ranks, has_shared_pages=has_shared_pages)
@@ -245,9 +245,7 @@ class CachesvcStorage(HiCacheStorage):
 
     def _new_series(self) -> PageSeries:
         ranks = self._ranks
-        labels = metric_labels(
-            tp_rank=ranks.tp_rank, dp_rank=ranks.dp_rank, pp_rank=ranks.pp_rank, attn_cp_rank=ranks.attn_cp_rank
-        )
+        labels = metric_labels(tp_rank=ranks.tp_rank, pp_rank=ranks.pp_rank, attn_cp_rank=ranks.attn_cp_rank)
         return PageSeries(labels)
 
     def _note_prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> None:

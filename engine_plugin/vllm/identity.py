@@ -55,7 +55,7 @@ def why_unsupported(vllm_config: Any, kv_cache_config: Any) -> str:
         "context parallel ranks share out a block's tokens": (
             parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1
         ),
-        "its ranks are on several machines": parallel.nnodes > 1,
+        "its ranks are on several machines": parallel.nnodes_within_dp > 1,
         "its draft model has KV of its own": _has_draft_kv(vllm_config.speculative_config),
         f"KV dtype {cache.cache_dtype}": _kv_dtype(vllm_config) not in DTYPE_BYTES,
     }

@@ -412,3 +412,45 @@ def test_the_next_engine_of_a_group_adopts_what_the_last_one_left() -> None:
         assert again.num_external == 8 * PAGE and again.sources == (8, 0)
         engine.check()
     node.close()
+
+
+# ---------------------------------------------------------------- data parallel ranks
+def test_ranks_of_one_group_have_memory_of_their_own_and_each_other_s_pages() -> None:
+    """Same machine, same model, same flags. After a restart each gets one of the two regions, whichever that is."""
+    node = Node([], manual=True, options=NodeOptions(keep_regions_s=300.0))
+    prompts = [prompt(seed, 8 * PAGE + 1) for seed in (35, 36)]
+    with Engine(node=node) as first, Engine(node=node) as second:
+        ranks = (first, second)
+        assert len({rank.region.region_id for rank in ranks}) == 2
+        for rank, tokens in zip(ranks, prompts, strict=True):
+            assert rank.run(tokens).num_external == 0
+        for rank, tokens in zip(ranks, reversed(prompts), strict=True):
+            assert rank.run(tokens).sources == (0, 8), "copied out of the other's memory"
+            rank.check()
+        former = {rank.region.region_id for rank in ranks}
+    with Engine(node=node) as first, Engine(node=node) as second:
+        assert {first.region.region_id, second.region.region_id} == former
+        for rank in (first, second):
+            for tokens in prompts:
+                assert rank.run(tokens).sources == (8, 0)
+            rank.check()
+    node.close()
+
+
+def test_a_reset_of_one_rank_leaves_the_other_its_pages() -> None:
+    """vLLM asks all ranks; each goes on under a salt of its own, and then they have no pages in common any more."""
+    node = Node([], manual=True)
+    tokens = prompt(37, 8 * PAGE + 1)
+    with Engine(node=node) as first, Engine(node=node) as second:
+        for rank in (first, second):
+            rank.run(tokens)
+            rank.forget_device()
+        assert first.half.reset()
+        assert first.run(tokens).num_external == 0
+        assert second.run(tokens).sources == (8, 0)
+        second.forget_device()
+        assert second.half.reset()
+        assert second.run(tokens).num_external == 0
+        for rank in (first, second):
+            rank.check()
+    node.close()

@@ -67,6 +67,10 @@ def engine(model: Path | str = "random", **load: Any) -> Any:
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             nnodes=1,
+            nnodes_within_dp=1,
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            data_parallel_index=0,
         ),
         load_config=SimpleNamespace(load_format="auto", download_dir=None, **load),
         speculative_config=None,
@@ -158,6 +162,20 @@ class TestIdentity:
                 found.append(engine_identity(config, kv_cache(), shapes(), None).namespace())
             assert (found[0] == found[1]) == is_equal
 
+    @pytest.mark.parametrize("has_experts", [False, True])
+    def test_data_parallel_ranks_have_one_namespace(self, model: Path, has_experts: bool) -> None:
+        """With what vLLM's engine processes are told: a model without experts is served by independent engines, which
+        go by their index alone."""
+        alone = engine_identity(engine(model), kv_cache(), shapes(), None)
+        for rank in range(2):
+            config = engine(model)
+            config.parallel_config.data_parallel_index = rank
+            config.kv_transfer_config = SimpleNamespace(engine_id=f"e_dp{rank}")
+            config.instance_id = f"i_dp{rank}"
+            if has_experts:
+                config.parallel_config.data_parallel_size, config.parallel_config.data_parallel_rank = 2, rank
+            assert engine_identity(config, kv_cache(), shapes(), None).namespace() == alone.namespace()
+
     def test_other_weights_in_the_same_place_have_another_namespace(self, model: Path) -> None:
         before = engine_identity(engine(model), kv_cache(), shapes(), None).namespace()
         tensor = torch.zeros(100, 100)
@@ -227,13 +245,19 @@ class TestUnsupported:
             ("model_config", "is_encoder_decoder", True, "encoder-decoder"),
             ("parallel_config", "decode_context_parallel_size", 2, "context parallel"),
             ("parallel_config", "prefill_context_parallel_size", 2, "context parallel"),
-            ("parallel_config", "nnodes", 2, "several machines"),
+            ("parallel_config", "nnodes_within_dp", 2, "several machines"),
         ],
     )
     def test_other_engines_are_not(self, part: str, field: str, value: object, why: str) -> None:
         config = engine()
         setattr(getattr(config, part), field, value)
         assert why in why_unsupported(config, kv_cache())
+
+    def test_an_engine_of_several_machines_is_where_each_replica_is_on_one(self) -> None:
+        """As vLLM counts with `--nnodes 2 --data-parallel-size 2` for a model with experts."""
+        config = engine()
+        config.parallel_config.nnodes, config.parallel_config.data_parallel_size = 2, 2
+        assert not why_unsupported(config, kv_cache())
 
     def test_a_draft_model_is_not_and_drafts_from_the_prompt_are(self) -> None:
         config = engine()

@@ -10,9 +10,9 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,19 +84,23 @@ class CacheRig:
         model_path: str = "dummy",
         write_policy: str = "write_through",
         prefetch_policy: str = "wait_complete",
+        placement: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        """`placement`: of this rank, beside `rank` of `ranks` (`get_parallel()`)."""
         self.model, self._core = model, core
         self._requests = 0
         self._stack: list[Callable[[], None]] = []
-        parallel = get_parallel().override(
-            tp_rank=rank,
-            tp_size=ranks,
-            pp_rank=0,
-            pp_size=1,
-            attn_tp_rank=rank,
-            attn_tp_size=ranks,
-            moe_tp_size=ranks,
-        )
+        own: dict[str, int | None] = {
+            "dp_rank": None,
+            "tp_rank": rank,
+            "tp_size": ranks,
+            "pp_rank": 0,
+            "pp_size": 1,
+            "attn_tp_rank": rank,
+            "attn_tp_size": ranks,
+            "moe_tp_size": ranks,
+        }
+        parallel = get_parallel().override(**{**own, **placement})
         parallel.__enter__()
         self._stack.append(lambda: parallel.__exit__(None, None, None))
         self.server_args = ServerArgs(

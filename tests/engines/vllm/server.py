@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -60,7 +61,7 @@ class VllmServer(ServingProcess):
         own["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # whatever this process has set for itself
         if kv_bytes is None:
             own["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        super().__init__(command, home.path, home.environment(**own, **(environment or {})), HANG_S)
+        super().__init__(command, home.path, home.environment(**{**own, **(environment or {})}), HANG_S)
         self._threads = ThreadPoolExecutor(64)
 
     def hears(self, line: str) -> bool:
@@ -113,8 +114,8 @@ class VllmServer(ServingProcess):
 
     # ---- requests
 
-    def ask(self, prompt: list[int] | str, max_tokens: int = 4, **more: Any) -> Answer:
-        """One greedy completion."""
+    def ask(self, prompt: list[int] | str, max_tokens: int = 4, *, rank: int | None = None, **more: Any) -> Answer:
+        """One greedy completion. `rank`: the data-parallel rank that computes it, else vLLM's choice."""
         body = {
             "model": MODEL,
             "prompt": prompt,
@@ -125,7 +126,8 @@ class VllmServer(ServingProcess):
             "return_token_ids": True,
             **more,
         }
-        got = self.client.post("/v1/completions", json=body)
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        got = self.client.post("/v1/completions", json=body, headers=headers)
         assert got.status_code == 200, got.text
         choice, usage = got.json()["choices"][0], got.json()["usage"]
         details = usage.get("prompt_tokens_details") or {}
@@ -155,6 +157,14 @@ class VllmServer(ServingProcess):
         """The sum of all samples of that name that have these labels, written `label="value"`."""
         own = (value for text, value in self.metrics().items() if _is(text, name, labels))
         return sum(own)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Waits for what an engine tells by and by."""
+    deadline_s = time.monotonic() + HANG_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def _is(sample: str, name: str, labels: Sequence[str]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tests.engines.vllm.answers import FP32_TOLERANCE, Answer, assert_same
 from tests.engines.vllm.conftest import on
 from tests.engines.vllm.events import Subscriber
 from tests.engines.vllm.prompts import random_tokens
-from tests.engines.vllm.server import HANG_S, KV_BYTES, VllmServer
+from tests.engines.vllm.server import HANG_S, KV_BYTES, VllmServer, until
 from tests.engines.vllm.settings import BLOCK_SIZE
 from tests.engines.vllm.watch import Watch
 from tests.helpers.daemon import DaemonProcess, Home
@@ -57,13 +56,6 @@ def settle(engine: VllmServer) -> None:
         return bool(engine.client.post("/reset_prefix_cache").json()["success"])
 
     until(is_reset)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + HANG_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def copied(engine: VllmServer) -> float:
