@@ -199,11 +199,12 @@ class ChannelClient(CacheClient):
         return op
 
     def poll(self) -> list[Event]:
-        self._enter()
+        self._check_session()
+        self._watch.lower_flag()  # before looking: what comes while we look raises it again
+        self._take_news()
         self._listen()
         if self._has_unpublished or self._uncancelled:
             self._send_rest()
-        self._watch.lower_flag()
         return self._ledger.poll()
 
     def fileno(self) -> int:
@@ -282,8 +283,11 @@ class ChannelClient(CacheClient):
             self._dial, self._request, self._region, before, self._options.attach_timeout_s, self._watch.raise_flag
         )
 
-    def _take_news(self, reconnector: Reconnector) -> None:
+    def _take_news(self) -> None:
         """Frames that were lent before the connection ended are ours again, whichever news it is."""
+        reconnector = self._reconnector
+        if reconnector is None:
+            return
         while self._link is None and reconnector.news:
             news = reconnector.news.popleft()
             self._ledger.end_all(lambda verb: verb is Verb.PREFETCH)
@@ -310,11 +314,13 @@ class ChannelClient(CacheClient):
 
     def _enter(self) -> None:
         """Before each verb. SessionClosed; RuntimeError in a forked child."""
+        self._check_session()
+        self._take_news()
+
+    def _check_session(self) -> None:
         self._check_process()
         if self._request is None or self._is_detached:
             raise SessionClosed("this client is not attached" if self._request is None else "this client has detached")
-        if self._reconnector is not None:
-            self._take_news(self._reconnector)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

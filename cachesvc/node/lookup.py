@@ -102,8 +102,12 @@ class ProbeOp(Op, Work):
         return [LookupDone(self.op_id, self._num_pages)] if self.end is not None else []
 
     def _held(self, keys: Keys) -> NDArray[np.bool_]:
-        parts = self.session.parts
-        held = parts.tiers.probe(object_ids(keys))
+        """Frames are asked on both sides of the tiers: a page may go down or up meanwhile, and is never nowhere."""
+        pages, slot = self.session.parts.pages, self.session.slot
+        held = pages.held(keys, exclude_slot=slot)
+        missing = np.flatnonzero(~held)
+        if len(missing):
+            held[missing] = self.session.parts.tiers.probe(object_ids(keys[missing]))
         if not held.all():
-            held |= parts.pages.held(keys, exclude_slot=self.session.slot)
+            held |= pages.held(keys, exclude_slot=slot)
         return held

@@ -72,10 +72,9 @@ class TierChain:
         check_places(tiers)
         self._counters = counters
         self._tiers = [CountedTier(tier, counters, clock) for tier in tiers]
-        # Those that answer from memory are asked before those that have to look.
-        self._probed = sorted(self._tiers, key=lambda tier: not tier.capabilities.index_answers)
         self._written = [tier for tier in self._tiers if tier.options.write_mode is WriteMode.THROUGH]
         self._demotions = demotions(tiers)
+        self._probed = self._in_order_of_probes()
         self.way_down = WayDown()
         """Pages that have left one tier and are not in the next one yet."""
         self._sources = [(rank, read) for rank, tier in enumerate(self._tiers) for read in self._readers(rank, tier)]
@@ -239,6 +238,14 @@ class TierChain:
         """Closes the backends, the last one first. Idempotent as far as they are."""
         for tier in reversed(self._tiers):
             tier.backend.close()
+
+    def _in_order_of_probes(self) -> list[CountedTier]:
+        """Those that answer from memory before those that have to look; but a tier that is written on eviction behind
+        the one whose pages it gets: what comes down meanwhile is looked for from above to below."""
+        is_slow = [not tier.capabilities.index_answers for tier in self._tiers]
+        for source, target in self._demotions.items():  # from above to below
+            is_slow[target] |= is_slow[source]
+        return [tier for slow in (False, True) for tier, one in zip(self._tiers, is_slow, strict=True) if one is slow]
 
     def _asks(self, tier: CountedTier, ask: Ask) -> list[Ask]:
         """From above to below: what is on its way to a tier has left those above."""

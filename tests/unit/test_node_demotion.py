@@ -145,6 +145,38 @@ def test_it_comes_back_as_it_was(make, kind, tmp_path):
     assert world.node.counters.pages_from.value("far") == 4
 
 
+def test_what_leaves_while_the_tiers_are_probed_is_found():
+    """The tier below answers from memory, which is asked first where nothing comes down to it."""
+    near = TellingBackend(small_memory(), index_answers=False)
+    far = TellingBackend(memory_backend())
+    node = Node([Tier("near", near), Tier("far", far, ON_EVICT)], manual=True)
+    engine = Engine(node)
+
+    def store(keys):
+        engine.fill(keys, FRAMES)
+        op = engine.backup(keys, FRAMES)
+        while op not in engine.ends:
+            assert node.run_one()
+            engine.poll()
+
+    for keys in PAGES[:2]:
+        store(keys)
+
+    def meanwhile(ids):
+        answers = far.inner.contains(ids)
+        far.before.clear()
+        store(PAGES[2])
+        return answers
+
+    other = Engine(node, "other")
+    op = other.client.lookup(PAGES[0]).pending_op
+    far.before["contains"] = meanwhile
+    run_all(node)
+    other.poll()
+    assert other.hits[op] == 4
+    node.close()
+
+
 def test_the_beginning_of_a_prefix_is_written_first(make):
     world = make()
     orders = []

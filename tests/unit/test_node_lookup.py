@@ -126,6 +126,27 @@ def test_a_scan_that_ends_while_memory_is_asked_is_no_miss():
         assert engine.hits == {answer.pending_op: 8}
 
 
+def test_a_page_that_goes_from_frames_to_a_tier_while_that_is_probed_is_found(slow):
+    with make_node(slow) as node:
+        store(node, KEYS[:1], FRAMES[:1])
+        owner, engine = Engine(node, "a"), Engine(node, "b")
+        owner.fill(KEYS[1:], FRAMES[1:])
+
+        def meanwhile(ids):
+            answers = slow.inner.contains(ids)
+            slow.before.clear()
+            owner.backup(KEYS[1:], FRAMES[1:])
+            run_all(node)
+            owner.region.begin_write(FRAMES[1:])
+            return answers
+
+        slow.before["contains"] = meanwhile
+        op = engine.client.lookup(KEYS).pending_op
+        run_all(node)
+        engine.poll()
+        assert engine.hits[op] == len(KEYS)
+
+
 def test_a_probe_ends_at_the_first_missing_page(slow):
     with make_node(slow, slice_pages=2) as node:
         store(node, KEYS[:3], FRAMES[:3])

@@ -1,13 +1,16 @@
-"""What an engine's log says while its node is not to be had."""
+"""An engine while its node is not to be had: what its log says, and what it hears of."""
 
+import select
 import threading
 
+import numpy as np
 import pytest
 from cachekernels.region import Region
 
 from cachesvc.client import reconnect
 from cachesvc.client.base import AttachRefused, AttachRequest, NodeAway
-from cachesvc.client.reconnect import Before, Reconnector
+from cachesvc.client.channel import ChannelClient
+from cachesvc.client.reconnect import Before, News, Reconnector
 from cachesvc.outcomes import AttachResult
 from tests.oracles.pages import HANG_S, IDENTITY, PAGE_BYTES
 
@@ -59,3 +62,19 @@ def test_being_away_is_told_once_and_in_its_words(lines):
         NodeAway("gone"), NodeAway("gone"), NodeAway("another one is there"), ConnectionRefusedError(111, "no")
     )
     assert told[:3] == ["gone", "another one is there", "[Errno 111] no"]
+
+
+def test_news_that_comes_during_a_poll_is_not_slept_over(monkeypatch):
+    """Whoever sleeps on the descriptor hears of frames that are his again."""
+    region = Region.create(4, PAGE_BYTES)
+    client = ChannelClient(Dial([]))
+    client.attach(AttachRequest(IDENTITY, "g", 4, PAGE_BYTES, offer=region))
+    looking = client._reconnector
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "_listen", lambda: looking._tell(News(None, np.zeros(4, np.bool_))))
+        assert client.poll() == []
+    assert looking.news
+    assert select.select([client.fileno()], [], [], 0)[0]
+    client.poll()
+    assert not looking.news
+    client.detach()
