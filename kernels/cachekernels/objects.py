@@ -88,13 +88,17 @@ class ObjectIndex:
     def __init__(self, capacity_bytes: int, total_address: int = 0) -> None:
         self._native = _core.ObjectIndex(capacity_bytes, total_address)
 
-    def show_unnamed(self, address: int) -> None:
-        """Keep there, in a uint64 that the caller keeps mapped, how many bytes are reserved and not named: at most what
-        this process leaves in the shared total when it is killed. Before the first `reserve`."""
-        self._native.show_unnamed(address)
+    def join_count(self, count_address: int, unnamed_address: int) -> None:
+        """Take part in a count that may end. Both are addresses of a uint64 that the caller keeps mapped.
+
+        The total is this index's as long as the number at count_address is what it is now; afterwards it counts as
+        full, and is not changed. At unnamed_address (0: nowhere) it keeps how many bytes are reserved and not named: at
+        most what this process leaves in the total when it is killed. Before the first `reserve`.
+        """
+        self._native.join_count(count_address, unnamed_address)
 
     def contains(self, ids: ObjectIds) -> Bools:
-        """bool[n]; changes no order."""
+        """bool[n]; changes no order. Victims of a reservation are there until it is settled."""
         return self._native.contains(ids).view(np.bool_)
 
     def touch(self, ids: ObjectIds, which: Bools) -> None:
@@ -105,7 +109,8 @@ class ObjectIndex:
         """Take room for new objects.
 
         What does not fit is refused from the end of the batch. Objects of the batch that exist are touched and are no
-        victims of it. The victims are out of the index already. Every reservation must be settled and committed.
+        victims of it. The victims leave the index, in which `contains` alone still finds them. Every reservation must
+        be settled and committed.
         """
         return Reservation(self._native.reserve(ids, num_bytes))
 
@@ -122,9 +127,12 @@ class ObjectIndex:
         become NO_SPACE where too little was removed."""
         self._native.settle(reservation._native, removal)
 
-    def name(self, reservation: Reservation, named: Bools) -> None:
-        """Granted objects get their names on the medium from here on where `named`. Once for a reservation."""
-        self._native.name(reservation._native, named.view(np.uint8))
+    def name(self, reservation: Reservation, named: Bools) -> bool:
+        """Granted objects get their names on the medium from here on where `named`. Once for a reservation.
+
+        False: the count that has their room has ended; they must not get names, and are to be committed as not stored.
+        """
+        return self._native.name(reservation._native, named.view(np.uint8))
 
     def give_back(self, num_bytes: int) -> None:
         """Room that a process had reserved which was killed."""

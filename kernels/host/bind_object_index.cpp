@@ -53,12 +53,12 @@ void settle(ObjectIndex& index, Reservation& made, const Flags& removal) {
     index.settle(made.plan, removed.data(), made.bytes.data(), made.ids.size(), made.admission.data());
 }
 
-void name(ObjectIndex& index, Reservation& made, const Flags& named_flags) {
+bool name(ObjectIndex& index, Reservation& made, const Flags& named_flags) {
     const auto named = input_1d(named_flags, "named", made.ids.size());
     if (std::exchange(made.is_named, true)) throw nb::value_error("the objects of a reservation are named once");
     made.named.assign(named.begin(), named.end());
     nb::gil_scoped_release unlocked;
-    index.name(made.bytes.data(), made.admission.data(), made.named.data(), made.ids.size());
+    return index.name(made.bytes.data(), made.admission.data(), made.named.data(), made.ids.size());
 }
 
 void commit(ObjectIndex& index, Reservation& made, const Flags& stored_flags) {
@@ -159,7 +159,7 @@ void bind_index(nb::module_& m) {
         .def("name", &name, "reservation"_a, "named"_a)
         .def("commit", &commit, "reservation"_a, "stored"_a)
         .def("give_back", &ObjectIndex::give_back, "bytes"_a)
-        .def("show_unnamed", &ObjectIndex::show_unnamed, "address"_a)
+        .def("join_count", &ObjectIndex::join_count, "count_address"_a, "unnamed_address"_a)
         .def("adopt", &adopt, "ids"_a, "bytes"_a, "which"_a)
         .def("forget", &forget, "ids"_a, "which"_a, "counted"_a, "as_of"_a)
         .def("set_aside", &set_aside, "ids"_a, "bytes"_a, "which"_a, "as_of"_a)

@@ -7,6 +7,11 @@
 #include "fault_guard.hpp"
 
 namespace cachesvc {
+namespace {
+
+uint64_t load_count(const uint64_t* count) { return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(*count)).load(); }
+
+}  // namespace
 
 ObjectIndex::ObjectIndex(uint64_t capacity_bytes, uint64_t total_address)
     : capacity_(capacity_bytes),
@@ -14,9 +19,12 @@ ObjectIndex::ObjectIndex(uint64_t capacity_bytes, uint64_t total_address)
       total_(total_address ? reinterpret_cast<uint64_t*>(total_address) : &own_total_),
       table_(64, none) {}
 
-void ObjectIndex::show_unnamed(uint64_t address) {
+void ObjectIndex::join_count(uint64_t count, uint64_t unnamed) {
     std::lock_guard lock(mutex_);
-    shown_unnamed_ = reinterpret_cast<uint64_t*>(address);
+    count_ = reinterpret_cast<const uint64_t*>(count);
+    shown_unnamed_ = reinterpret_cast<uint64_t*>(unnamed);
+    own_count_ = 0;
+    guarded_each(1, [this](size_t) { own_count_ = load_count(count_); }, [](size_t) {});
     set_unnamed(unnamed_);
 }
 
@@ -123,6 +131,8 @@ void ObjectIndex::contains(const ObjectId* ids, size_t count, uint8_t* found) co
             if (const uint32_t slot = table_[home(ids[i])]; slot != none) __builtin_prefetch(&entries_[slot]);
         for (size_t i = begin; i < end; ++i) found[i] = find(ids[i]) != none;
     }
+    if (leaving_.empty()) return;
+    for (size_t i = 0; i < count; ++i) found[i] |= leaving_.contains(ids[i]);
 }
 
 void ObjectIndex::touch(const ObjectId* ids, const uint8_t* which, size_t count) {
@@ -134,16 +144,18 @@ void ObjectIndex::touch(const ObjectId* ids, const uint8_t* which, size_t count)
 
 // ---- room ----
 
-// Runs change(total) until nobody else has changed the total meanwhile; returns the total before. Memory that is gone
-// counts as full, and changes of it are lost.
+// Runs change(total) until nobody else has changed the total meanwhile; returns the total before. Memory that is gone,
+// or is somebody else's count by now, counts as full, and changes of it are lost. The count is asked after the total was
+// read: whoever begins another one changes the total after that, and what was read is not exchanged any more.
 template <class Change>
 uint64_t ObjectIndex::change_total(const Change& change) const {
     uint64_t before = capacity_;
     const auto body = [this, &change, &before](size_t) {
         std::atomic_ref<uint64_t> total(*total_);
         uint64_t now = total.load();
-        while (!total.compare_exchange_weak(now, change(now))) {
-        }
+        do {
+            if (count_ && load_count(count_) != own_count_) return;
+        } while (!total.compare_exchange_weak(now, change(now)));
         before = now;
     };
     guarded_each(1, body, [](size_t) {});
@@ -160,10 +172,16 @@ void ObjectIndex::sub_total(uint64_t bytes) {
     change_total([bytes](uint64_t now) { return now > bytes ? now - bytes : 0; });
 }
 
-// Memory that is gone shows nothing.
+bool ObjectIndex::is_counted() const {
+    bool is_counted = !count_;
+    if (count_) guarded_each(1, [&](size_t) { is_counted = load_count(count_) == own_count_; }, [](size_t) {});
+    return is_counted;
+}
+
+// Memory that is gone shows nothing; in another count the place may be somebody else's.
 void ObjectIndex::set_unnamed(uint64_t bytes) {
     unnamed_ = bytes;
-    if (!shown_unnamed_) return;
+    if (!shown_unnamed_ || !is_counted()) return;
     const auto body = [this](size_t) { std::atomic_ref<uint64_t>(*shown_unnamed_).store(unnamed_); };
     guarded_each(1, body, [](size_t) {});
 }
@@ -198,8 +216,16 @@ void ObjectIndex::remove_victims(const std::vector<Victim>& victims) {
             set_aside_.pop_front();
         } else {
             erase(find(victim.id));
+            leaving_.insert(victim.id);
         }
     }
+}
+
+void ObjectIndex::forget_victims(const Plan& plan) {
+    if (!plan.is_eviction) return;
+    for (const Victim& victim : plan.victims)
+        if (const auto found = leaving_.find(victim.id); !victim.set_aside && found != leaving_.end())
+            leaving_.erase(found);
 }
 
 uint64_t ObjectIndex::refuse_from_end(const uint64_t* bytes, size_t count, uint8_t* admission, uint64_t too_much) {
@@ -223,7 +249,7 @@ ObjectIndex::Plan ObjectIndex::reserve(const ObjectId* ids, const uint64_t* byte
         if (admission[i] == granted) wanted += bytes[i];
     }
     auto [taken, excess] = take_free(wanted);
-    Plan plan{{}, wanted - taken, excess};
+    Plan plan{{}, wanted - taken, excess, true};
     if (plan.shortfall) {
         plan.victims = choose_victims(plan.shortfall + excess);
         uint64_t found = 0;
@@ -252,7 +278,7 @@ ObjectIndex::Plan ObjectIndex::reserve(const ObjectId* ids, const uint64_t* byte
 ObjectIndex::Plan ObjectIndex::overflow() {
     std::lock_guard lock(mutex_);
     next_stamp();
-    Plan plan{{}, 0, take_free(0).second};
+    Plan plan{{}, 0, take_free(0).second, true};
     plan.victims = choose_victims(plan.excess);
     remove_victims(plan.victims);
     return plan;
@@ -261,6 +287,7 @@ ObjectIndex::Plan ObjectIndex::overflow() {
 ObjectIndex::Plan ObjectIndex::withdraw(const ObjectId* ids, size_t count) {
     std::lock_guard lock(mutex_);
     Plan plan;
+    plan.is_eviction = false;
     for (size_t i = 0; i < count; ++i) {
         if (scanning_) forgotten_.insert(ids[i]);
         const uint32_t slot = find(ids[i]);
@@ -274,6 +301,7 @@ ObjectIndex::Plan ObjectIndex::withdraw(const ObjectId* ids, size_t count) {
 void ObjectIndex::settle(const Plan& plan, const uint8_t* removal, const uint64_t* bytes, size_t count,
                          uint8_t* admission) {
     std::lock_guard lock(mutex_);
+    forget_victims(plan);
     uint64_t freed = 0;
     for (size_t i = 0; i < plan.victims.size(); ++i) {
         const Victim& victim = plan.victims[i];
@@ -297,12 +325,13 @@ void ObjectIndex::settle(const Plan& plan, const uint8_t* removal, const uint64_
     sub_total(spare);
 }
 
-void ObjectIndex::name(const uint64_t* bytes, const uint8_t* admission, const uint8_t* named, size_t count) {
+bool ObjectIndex::name(const uint64_t* bytes, const uint8_t* admission, const uint8_t* named, size_t count) {
     std::lock_guard lock(mutex_);
     uint64_t naming = 0;
     for (size_t i = 0; i < count; ++i)
         if (admission[i] == granted && named[i]) naming += bytes[i];
     set_unnamed(unnamed_ - naming);
+    return is_counted();
 }
 
 void ObjectIndex::commit(const ObjectId* ids, const uint64_t* bytes, const uint8_t* admission, const uint8_t* named,

@@ -7,10 +7,12 @@
 //
 // What a process that dies had reserved can be told from a second shared number, its own: bytes of reservations whose
 // objects have no name on the medium yet. It is never more than what the total holds of them, whenever the process
-// ends: the total is raised first and lowered last.
+// ends: the total is raised first and lowered last. A third one says which count this is: who counts the store anew
+// changes it before the total, and from then on nothing of an index that counted along before changes either number.
 //
 // A put goes reserve -> (remove the victims) -> settle -> write -> commit. A reservation takes free room at once and
-// the room of its victims when they are gone, so the total never passes the capacity at any instant.
+// the room of its victims when they are gone, so the total never passes the capacity at any instant. Until `settle` the
+// victims can be read, and `contains` says so: who evicts may have to find another place for them first.
 //
 // Order: the most recently used object leaves last. Of ids touched in one call, later ones are older: they are deeper
 // pages of a prefix, and a prefix without its deepest page is worth more than one without its first.
@@ -32,8 +34,9 @@ class ObjectIndex {
    public:
     // total_address: a uint64_t shared with other processes, or 0 to keep it here.
     explicit ObjectIndex(uint64_t capacity_bytes, uint64_t total_address = 0);
-    // From now on what is reserved and not named is kept at this address too, a uint64_t. Before the first `reserve`.
-    void show_unnamed(uint64_t address);
+    // From now on the total is this index's only as long as the uint64_t at `count` is what it is now, and what is
+    // reserved and not named is kept at `unnamed` too, a uint64_t; 0: nowhere. Before the first `reserve`.
+    void join_count(uint64_t count, uint64_t unnamed);
 
     enum Admission : uint8_t { granted = 0, exists = 1, no_space = 2, too_large = 3 };
 
@@ -46,6 +49,7 @@ class ObjectIndex {
         std::vector<Victim> victims;  // to be removed from the medium; already gone from the index
         uint64_t shortfall = 0;       // bytes this reservation lacks until they are
         uint64_t excess = 0;          // bytes the total was above the capacity
+        bool is_eviction = true;      // the victims leave for room, and not because somebody wants them gone
     };
     // What became of a victim. `vanished`: another process had removed it and counted it off.
     enum Removal : uint8_t { kept = 0, removed = 1, vanished = 2 };
@@ -53,7 +57,7 @@ class ObjectIndex {
         uint64_t total, reserved, capacity, set_aside, objects;
     };
 
-    // found[i] = 1 where ids[i] is known.
+    // found[i] = 1 where ids[i] is known, or is evicted and may still be on the medium.
     void contains(const ObjectId* ids, size_t count, uint8_t* found) const;
     void touch(const ObjectId* ids, const uint8_t* which, size_t count);
 
@@ -64,8 +68,8 @@ class ObjectIndex {
     // no_space.
     void settle(const Plan& plan, const uint8_t* removal, const uint64_t* bytes, size_t count, uint8_t* admission);
     // Granted objects with named[i] != 0 get their names on the medium from here on: they may be there, or not, when
-    // this process ends before `commit`.
-    void name(const uint64_t* bytes, const uint8_t* admission, const uint8_t* named, size_t count);
+    // this process ends before `commit`. False: the room they have is in no count any more; they must not get names.
+    bool name(const uint64_t* bytes, const uint8_t* admission, const uint8_t* named, size_t count);
     // Ends the reservations of the granted objects: stored[i] != 0 puts it into the index, else its room is given back.
     // named: as in `name`.
     void commit(const ObjectId* ids, const uint64_t* bytes, const uint8_t* admission, const uint8_t* named,
@@ -126,6 +130,8 @@ class ObjectIndex {
     std::pair<uint64_t, uint64_t> take_free(uint64_t wanted);
     std::vector<Victim> choose_victims(uint64_t to_free) const;
     void remove_victims(const std::vector<Victim>& victims);
+    void forget_victims(const Plan& plan);
+    bool is_counted() const;
     static uint64_t refuse_from_end(const uint64_t* bytes, size_t count, uint8_t* admission, uint64_t too_much);
     template <class Change>
     uint64_t change_total(const Change& change) const;
@@ -140,6 +146,9 @@ class ObjectIndex {
     uint64_t* const total_;
     uint64_t reserved_ = 0, unnamed_ = 0, set_aside_bytes_ = 0;
     uint64_t* shown_unnamed_ = nullptr;
+    const uint64_t* count_ = nullptr;
+    uint64_t own_count_ = 0;
+    std::unordered_multiset<ObjectId, ObjectIdHash> leaving_;  // victims of evictions that are not settled
     uint32_t stamp_ = 0;
     uint64_t moment_ = 0;  // insertions so far
 

@@ -84,7 +84,7 @@ class ObjectDirectory(StorageBackend):
         self._path = config.path
         self._calls = InFlight("file")
         # Held from a rename to its entry in the index, and from leaving the index to the file's removal: nobody removes
-        # what another thread has put under the same name meanwhile.
+        # what another thread has put under the same name meanwhile, or takes what is set aside for gone.
         self._naming = threading.Lock()
         directory_fd = _open_directory(config)
         path, capacity = config.path, config.capacity_bytes
@@ -159,8 +159,10 @@ class ObjectDirectory(StorageBackend):
                     result[result == Outcome.NO_SPACE] = Outcome.THROTTLED
                 numbers = self._write(ids, segments, result, guard, reused)
                 with self._naming:
-                    self._index.objects.name(reservation, result == Outcome.OK)
-                    self._publish(ids, numbers, result)
+                    if self._index.objects.name(reservation, result == Outcome.OK):
+                        self._publish(ids, numbers, result)
+                    else:
+                        self._give_up(ids, numbers, result)
                     self._index.objects.commit(reservation, result == Outcome.OK)
             finally:
                 self._index.objects.commit(reservation, np.zeros(len(ids), dtype=np.bool_))
@@ -212,6 +214,12 @@ class ObjectDirectory(StorageBackend):
         if kept.any():
             result[kept] = _put_outcomes(self._files.publish(ids, numbers, kept))[kept]
 
+    def _give_up(self, ids: ObjectIds, numbers: NDArray[np.uint64], result: Outcomes) -> None:
+        """Somebody has counted the directory anew, without the room of results that are OK: they fail."""
+        kept = result == Outcome.OK
+        self._files.discard(ids, numbers, kept)
+        result[kept] = Outcome.FAILED
+
     def delete(self, ids: ObjectIds) -> Outcomes:
         with self._calls.call(), self._naming:
             result = outcomes(len(ids), Outcome.OK)
@@ -233,25 +241,24 @@ class ObjectDirectory(StorageBackend):
                 return outcomes(len(ids), Outcome.THROTTLED)
             lengths = self._files.sizes(ids)
             self._index.adopt(ids, lengths, lengths >= 0)
-            if self._machine.is_shared and not (mine := self._index.objects.contains(ids)).all():
-                return self._set_aside_mine(ids, seen, lengths, mine)
-            moment = self._index.objects.moment()
-            errors = self._files.set_aside(ids, seen.addresses, seen.lengths, seen.offsets)
-            self._index.objects.set_aside(ids, lengths.astype(np.uint64), errors == 0, as_of=moment)
-            self._index.objects.forget(ids, errors == KEPT_EARLIER, counted=True, as_of=moment)
-            self._index.forget(ids, errors == errno.ENOENT, moment)
-            errors[errors == KEPT_EARLIER] = 0
-            return _outcomes_of(errors)
+            with self._naming:
+                mine = self._index.objects.contains(ids) | (not self._machine.is_shared)
+                # What is another machine's is not ours to touch.
+                result = np.where(lengths < 0, Outcome.MISS, Outcome.CHANGED).astype(np.uint8)
+                which = np.flatnonzero(mine)
+                if len(which):
+                    own_ids = np.ascontiguousarray(ids[which])
+                    result[which] = self._set_aside_own(own_ids, seen.take(which), lengths[which])
+                return result
 
-    def _set_aside_mine(
-        self, ids: ObjectIds, seen: Segments, lengths: NDArray[np.int64], mine: NDArray[np.bool_]
-    ) -> Outcomes:
-        """`set_aside` for objects some of which are another machine's, and not ours to touch."""
-        result = np.where(lengths < 0, Outcome.MISS, Outcome.CHANGED).astype(np.uint8)
-        which = np.flatnonzero(mine)
-        if len(which):
-            result[which] = self.set_aside(np.ascontiguousarray(ids[which]), seen.take(which))
-        return result
+    def _set_aside_own(self, ids: ObjectIds, seen: Segments, lengths: NDArray[np.int64]) -> Outcomes:
+        moment = self._index.objects.moment()
+        errors = self._files.set_aside(ids, seen.addresses, seen.lengths, seen.offsets)
+        self._index.objects.set_aside(ids, lengths.astype(np.uint64), errors == 0, as_of=moment)
+        self._index.objects.forget(ids, errors == KEPT_EARLIER, counted=True, as_of=moment)
+        self._index.forget(ids, errors == errno.ENOENT, moment)
+        errors[errors == KEPT_EARLIER] = 0
+        return _outcomes_of(errors)
 
     def scan(self) -> Iterator[ScanBatch]:
         for begin in range(0, NUM_SHARDS, _SHARDS_A_BATCH):

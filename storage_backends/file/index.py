@@ -153,8 +153,7 @@ class FileIndex:
         try:
             self._is_counting = self._keep_trying(partial(self._writers.join, self._stop))
             try:
-                if self._writers.unnamed_address:
-                    self.objects.show_unnamed(self._writers.unnamed_address)
+                self.objects.join_count(self._writers.count_address, self._writers.unnamed_address)
                 self._fill()
                 self._is_complete = True
             finally:
@@ -181,6 +180,8 @@ class FileIndex:
             ended_s = time.monotonic()
             self._next_look_s = ended_s + 1.0 + _LOOK_SHARE * (ended_s - begun_s)
             self._wanted.clear()
+            if self._stop.is_set():  # `close` may have asked for another turn before that was cleared
+                return
 
     def _keep_trying(self, step: Callable[[], T]) -> T:
         """What `step` returns once it does. Raises StorageClosed."""

@@ -8,14 +8,15 @@ work.
 
 `usage` is one mapped page with the bytes taken by all writers (`ObjectIndex` adds to it atomically) and how many
 processes have joined so far. A process that starts alone counts the directory anew; one that joins others trusts their
-count. All of that happens under the flock of `start.lock`, one starter at a time. Each writer also has a place in the
+count. All of that happens under the flock of `start.lock`, one starter at a time. Whoever counts anew changes which
+count it is first, and writers that took part in another one change nothing in it. Each writer also has a place in the
 page where it shows how much of the count it holds for objects without a name: whoever buries it gives that back. What
 a process was just naming or evicting when it was killed stays in the count (too much, never too little) until somebody
 starts alone, and so does all of a writer's that found no free place.
 
 The file `usage` may be made shorter, or written over, by anybody with rights to it. Every access is guarded: memory
-that is gone counts as full, and a page that is no longer what this process joined is a directory that was lost
-(`is_registered`). The number of joins begins anywhere, so that a page made anew is another one.
+that is gone counts as full, and a count that is no longer the one that this process joined is a directory that was lost
+(`is_registered`). The number of joins begins anywhere, so that nobody is alone in a page made anew by chance.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _TURN_S = 0.02
 _WORDS = mmap.PAGESIZE // 8
-_MAX_JOINS = 1 << 20  # of one page; a page that is ahead by more is another one
+_ALL_BITS = (1 << 64) - 1
 _TOKEN = re.compile("[0-9a-f]{16}")
 _DIRECTORY = "writers"
 _LOCK = "start.lock"
@@ -56,7 +57,9 @@ class _Counters:
     """The page `usage`: 8-byte words, changed only atomically or under `start.lock`. Raises MemoryFault where the file
     ends before them."""
 
-    TOTAL_BYTES, JOINS, IS_COUNTED = range(3)
+    TOTAL_BYTES, JOINS, COUNT, COMPLETE = range(4)
+    """COUNT: which count the total is. COMPLETE: its complement, once everything is in it; of a page that was written
+    over, the two hardly fit."""
     FIRST_PLACE = 8
     """From here on, two words for each writer: its token, 0 where there is none, and its bytes without a name."""
 
@@ -70,10 +73,9 @@ class _Counters:
             raise
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
-    @property
-    def address(self) -> int:
-        """Of the total; mapped until `close`."""
-        return self._start
+    def address(self, word: int) -> int:
+        """Mapped until `close`."""
+        return self._start + 8 * word
 
     def make_whole(self) -> None:
         """Not a hole: on a full file system the first write to one, through the mapping, would be a SIGBUS."""
@@ -81,6 +83,10 @@ class _Counters:
 
     def __getitem__(self, word: int) -> int:
         return int.from_bytes(gather(*self._range(word)), "little")
+
+    def is_complete(self) -> bool:
+        """The total is that of a count in which everything is."""
+        return self[self.COMPLETE] == self[self.COUNT] ^ _ALL_BITS
 
     def __setitem__(self, word: int, value: int) -> None:
         scatter(value.to_bytes(8, "little"), *self._range(word))
@@ -102,7 +108,7 @@ class _Counters:
 
     def _range(self, word: int, end: int | None = None) -> tuple[U64, U64]:
         num_words = 1 if end is None else end - word
-        return np.array([self._start + 8 * word], np.uint64), np.array([8 * num_words], np.uint64)
+        return np.array([self.address(word)], np.uint64), np.array([8 * num_words], np.uint64)
 
 
 class Writers:
@@ -122,18 +128,24 @@ class Writers:
             undo.callback(os.close, self._lock_fd)
             self._counters = _Counters(directory / USAGE)
             undo.pop_all()
-        self._joined = self._joins_alone = -1
+        self._joins_alone = -1
+        self._count = 0
         self._place: int | None = None
 
     @property
     def total_address(self) -> int:
         """Where the shared byte count lies; mapped until `close`."""
-        return self._counters.address
+        return self._counters.address(_Counters.TOTAL_BYTES)
+
+    @property
+    def count_address(self) -> int:
+        """Where it says which count that is; mapped until `close`."""
+        return self._counters.address(_Counters.COUNT)
 
     @property
     def unnamed_address(self) -> int:
         """Where this process shows its bytes without a name, once it has joined; 0: nowhere. Mapped until `close`."""
-        return self._counters.address + 8 * (self._place + 1) if self._place is not None else 0
+        return self._counters.address(self._place + 1) if self._place is not None else 0
 
     def is_alone(self) -> bool:
         """This process started alone and nobody has joined since; once False, False for good."""
@@ -153,15 +165,17 @@ class Writers:
         counters = self._counters
         counters.make_whole()
         is_first = not self.others_alive()
-        must_count = is_first or not counters[_Counters.IS_COUNTED]
+        must_count = is_first or not counters.is_complete()
         if must_count:
-            counters[_Counters.IS_COUNTED] = 0
+            counters[_Counters.COMPLETE] = 0
+            counters[_Counters.COUNT] = secrets.randbits(63) + 1  # before the total: see `ObjectIndex.join_count`
             counters[_Counters.TOTAL_BYTES] = 0
             counters.clear_places()
-        self._joined = (counters[_Counters.JOINS] or secrets.randbits(48)) + 1
-        counters[_Counters.JOINS] = self._joined
+        joins = ((counters[_Counters.JOINS] or secrets.randbits(48)) + 1) & _ALL_BITS
+        counters[_Counters.JOINS] = joins
         if is_first:
-            self._joins_alone = self._joined
+            self._joins_alone = joins
+        self._count = counters[_Counters.COUNT]
         self._place = counters.place_of(0)
         if self._place is not None:
             counters[self._place + 1] = 0
@@ -171,7 +185,7 @@ class Writers:
     def end_turn(self, *, is_counted: bool) -> None:
         """Give up `start.lock`. is_counted: the directory's bytes are all in the count now."""
         if is_counted:
-            self._counters[_Counters.IS_COUNTED] = 1
+            self._counters[_Counters.COMPLETE] = self._count ^ _ALL_BITS
         fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
 
     def remove_stale(self, temporary: list[str], alive: set[str]) -> None:
@@ -212,11 +226,11 @@ class Writers:
         return os.path.samestat(named, os.fstat(self._token_fd)) and self.sees_count()
 
     def sees_count(self) -> bool:
-        """Whether the shared page is still the one that this process joined."""
-        if self._joined < 0:
+        """Whether the shared count is still the one that this process joined."""
+        if not self._count:
             return True
         try:
-            return 0 <= self._counters[_Counters.JOINS] - self._joined < _MAX_JOINS
+            return self._counters[_Counters.COUNT] == self._count
         except MemoryFault:
             return False
 

@@ -43,6 +43,11 @@ def pages_of(numbers: list[int]) -> Buffers:
     return pages
 
 
+def whole_pages_of(numbers: list[int]) -> Buffers:
+    """Objects of these numbers as they are stored: any bytes, header and all."""
+    return Buffers.make(len(numbers), OBJECT_BYTES, seed=numbers[0])
+
+
 def open_verified(root: Path, capacity_bytes: int) -> ChecksumLayer:
     """The directory as all these processes open it, start-up work done."""
     backend = FileBackend(FileConfig(root, capacity_bytes, direct="off", threads=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 GRANTED, EXISTS, NO_SPACE, TOO_LARGE = range(4)
@@ -19,6 +20,7 @@ class Plan:
     shortfall: int = 0
     excess: int = 0
     named: list[bool] = field(default_factory=list)
+    is_eviction: bool = True
 
     @property
     def named_bytes(self) -> int:
@@ -28,12 +30,13 @@ class Plan:
 
 
 class ObjectIndexOracle:
-    """`objects` runs from the oldest to the newest; `total` counts all room."""
+    """`objects` runs from the oldest to the newest; `total` counts all room. `leaving`: victims not settled yet."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.objects: dict[bytes, int] = {}
         self.aside: list[tuple[bytes, int]] = []
+        self.leaving: Counter[bytes] = Counter()
         self.total = 0
         self.reserved = 0
 
@@ -75,7 +78,7 @@ class ObjectIndexOracle:
         return plan
 
     def withdraw(self, ids: list[bytes]) -> Plan:
-        plan = Plan()
+        plan = Plan(is_eviction=False)
         for name in ids:
             if name in self.objects:
                 plan.victims.append((name, self.objects.pop(name), False))
@@ -83,6 +86,8 @@ class ObjectIndexOracle:
 
     def settle(self, plan: Plan, removal: list[int]) -> None:
         freed = 0
+        if plan.is_eviction:
+            self.leaving -= Counter(name for name, _, aside in plan.victims if not aside)
         for (name, size, aside), result in zip(plan.victims, removal, strict=True):
             freed += size if result == REMOVED else 0
             if result == KEPT and aside:
@@ -151,3 +156,4 @@ class ObjectIndexOracle:
                 self.aside.pop(0)
             else:
                 del self.objects[name]
+                self.leaving[name] += 1

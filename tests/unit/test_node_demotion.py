@@ -14,6 +14,7 @@ from cachesvc.node.way_down import MovingPages, WayDown
 from cachesvc.outcomes import Undemoted
 from storage_backends.base import Outcome, Segments, outcomes
 from storage_backends.errors import StorageUnavailable
+from storage_backends.evictions import Evictions
 from storage_backends.file.backend import FileBackend
 from storage_backends.file.config import FileConfig
 from storage_backends.layers.capacity import CapacityLayer
@@ -143,6 +144,27 @@ def test_it_comes_back_as_it_was(make, kind, tmp_path):
     run_all(world.node)
     other.check_pages(PAGES[0], FRAMES)
     assert world.node.counters.pages_from.value("far") == 4
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_what_is_being_read_to_go_down_is_known_all_the_while(make, kind, tmp_path, monkeypatch):
+    """From the choice of the victims until they are on their way, and then."""
+    world = make(near=small_directory(tmp_path / "objects") if kind == "file" else small_memory())
+    for keys in PAGES[:2]:
+        world.store(keys)
+    known, tell = [], Evictions.tell
+
+    def told(evictions, reservation):
+        known.append(world.node.holds(PAGES[0]).all())
+        tell(evictions, reservation)
+        known.append(world.node.holds(PAGES[0]).all())
+
+    monkeypatch.setattr(Evictions, "tell", told)
+    world.store(PAGES[2])
+    known.append(world.node.holds(PAGES[0]).all())
+    run_all(world.node)
+    known.append(world.node.holds(PAGES[0]).all())
+    assert all(known) and world.held(world.far, PAGES[0]) == 4
 
 
 def test_what_leaves_while_the_tiers_are_probed_is_found():

@@ -153,8 +153,8 @@ class TestSharedRoom:
     def test_what_a_dead_one_leaves_is_never_more_than_the_total_holds_of_it(self) -> None:
         """Whenever it is killed: before its objects get names its room comes back, from then on it stays."""
         first, second, total = self.pair(500)
-        shown = np.zeros(1, np.uint64)
-        second.show_unnamed(shown.ctypes.data)
+        count, shown = np.ones(1, np.uint64), np.zeros(1, np.uint64)
+        second.join_count(count.ctypes.data, shown.ctypes.data)
         fill(first, make_ids(1))
         reservation = second.reserve(make_ids(3, seed=2), sizes(3))
         second.settle(reservation, np.zeros(0, dtype=np.uint8))
@@ -170,11 +170,23 @@ class TestSharedRoom:
 
     def test_memory_that_is_gone_shows_nothing(self) -> None:
         with LostMemory() as lost:
-            index = ObjectIndex(1000)
-            index.show_unnamed(lost.address)
+            index, count = ObjectIndex(1000), np.ones(1, np.uint64)
+            index.join_count(count.ctypes.data, lost.address)
             fill(index, make_ids(2))
             assert index.usage().objects == 2
             index.check()
+
+    def test_a_count_whose_memory_is_gone_is_nobodys(self) -> None:
+        total = np.zeros(1, np.uint64)
+        with LostMemory() as lost:
+            index = ObjectIndex(1000, total.ctypes.data)
+            index.join_count(lost.address, 0)
+            reservation = index.reserve(make_ids(1), sizes(1))
+            assert reservation.num_victims == 0
+            index.settle(reservation, np.zeros(0, np.uint8))
+            assert not index.name(reservation, ones(1))
+            index.commit(reservation, ones(1))
+            assert total[0] == 0
 
     def test_adopted_objects_are_not_counted_again(self) -> None:
         first, second, total = self.pair(300)
@@ -264,3 +276,53 @@ def test_a_shared_count_whose_memory_is_gone_is_full() -> None:
         index.forget(ids, ones(2), counted=True, as_of=index.moment())
         usage = index.usage()
         assert (usage.total_bytes, usage.reserved_bytes, usage.objects) == (1000, 0, 0)
+
+
+class TestCount:
+    """A count that several processes take part in, until one of them counts anew."""
+
+    def joined(self, total: NDArray[np.uint64], count: NDArray[np.uint64], place: NDArray[np.uint64]) -> ObjectIndex:
+        index = ObjectIndex(1000, total.ctypes.data)
+        index.join_count(count.ctypes.data, place.ctypes.data)
+        return index
+
+    def test_what_was_taken_from_a_count_that_has_ended_is_in_no_other_one(self) -> None:
+        total, count, place = (np.zeros(1, np.uint64) for _ in range(3))
+        before = self.joined(total, count, place)
+        ids, none = make_ids(4), np.zeros(0, np.uint8)
+        stays, goes = before.reserve(ids[:2], sizes(2)), before.reserve(ids[2:], sizes(2))
+        before.settle(stays, none)
+        before.settle(goes, none)
+        assert (total[0], place[0]) == (400, 400)
+        count[0], total[0], place[0] = 7, 300, 0  # who counts anew has found so much, and nobody at work
+        assert not before.name(stays, ones(2))
+        before.commit(stays, np.zeros(2, np.bool_))
+        before.commit(goes, np.zeros(2, np.bool_))
+        assert (total[0], place[0]) == (300, 0)
+        assert before.usage().total_bytes == 1000, "full"
+
+    def test_who_joins_later_takes_part_in_the_new_one(self) -> None:
+        total, count, place = np.full(1, 300, np.uint64), np.full(1, 7, np.uint64), np.zeros(1, np.uint64)
+        index = self.joined(total, count, place)
+        reservation = index.reserve(make_ids(2), sizes(2))
+        index.settle(reservation, np.zeros(0, np.uint8))
+        assert (total[0], place[0]) == (500, 200)
+        assert index.name(reservation, ones(2))
+        index.commit(reservation, ones(2))
+        assert (total[0], place[0]) == (500, 0)
+
+
+def test_what_is_evicted_is_there_until_it_has_been_removed() -> None:
+    index, ids = ObjectIndex(200), make_ids(4)
+    first = index.reserve(ids[:2], sizes(2))
+    index.settle(first, np.zeros(0, np.uint8))
+    index.commit(first, ones(2))
+    second = index.reserve(ids[2:], sizes(2))
+    assert index.contains(ids).tolist() == [True, True, False, False]
+    index.settle(second, np.full(2, Removal.REMOVED, np.uint8))
+    assert not index.contains(ids).any()
+    index.commit(second, ones(2))
+    deleted = index.withdraw(ids[2:])
+    assert not index.contains(ids).any(), "nobody is to find what is deleted"
+    index.settle(deleted, np.full(2, Removal.REMOVED, np.uint8))
+    index.check()
