@@ -114,9 +114,8 @@ class ObjectDirectory(StorageBackend):
             if not knows_all and not found.all():
                 unknown = np.flatnonzero(~found)
                 asked = np.ascontiguousarray(ids[unknown])
-                lengths = self._files.sizes(asked)
-                there = lengths >= 0
-                self._index.adopt(asked, lengths, there)
+                there = self._files.sizes(asked) >= 0
+                self._take_in(asked, there)
                 found[unknown] = there
             return PRESENCE_OUTCOMES[found.view(np.uint8)]
 
@@ -137,7 +136,7 @@ class ObjectDirectory(StorageBackend):
             errors = self._read_files(ids, segments)
             hits = errors == 0
             self._index.objects.touch(ids, hits)
-            self._index.adopt(ids, segments.object_lengths(), hits)
+            self._take_in(ids, hits)
             self._index.forget(ids, errors == errno.ENOENT, moment)
             return _outcomes_of(errors)
 
@@ -166,8 +165,22 @@ class ObjectDirectory(StorageBackend):
                     self._index.objects.commit(reservation, result == Outcome.OK)
             finally:
                 self._index.objects.commit(reservation, np.zeros(len(ids), dtype=np.bool_))
-            self._index.adopt(ids, lengths, result == Outcome.EXISTS)
+            self._take_in(ids, result == Outcome.EXISTS)
             return result
+
+    def _take_in(self, ids: ObjectIds, which: NDArray[np.bool_]) -> None:
+        """Objects met on the medium that other processes put. Looked at once more while nobody here removes any: an
+        entry of one that was removed since would say that it is there. Who is busy with names is not waited for."""
+        if not self._index.adopts or not which.any() or not self._naming.acquire(blocking=False):
+            return
+        try:
+            unknown = which & ~self._index.objects.contains(ids)
+            if unknown.any():
+                asked = np.ascontiguousarray(ids[unknown])
+                lengths = self._files.sizes(asked)
+                self._index.adopt(asked, lengths, lengths >= 0)
+        finally:
+            self._naming.release()
 
     def _write(
         self, ids: ObjectIds, segments: Segments, result: Outcomes, guard: Guard | None, reused: NDArray[np.uint64]
@@ -239,9 +252,9 @@ class ObjectDirectory(StorageBackend):
         with self._calls.call():
             if not self._index.is_complete:
                 return outcomes(len(ids), Outcome.THROTTLED)
-            lengths = self._files.sizes(ids)
-            self._index.adopt(ids, lengths, lengths >= 0)
             with self._naming:
+                lengths = self._files.sizes(ids)
+                self._index.adopt(ids, lengths, lengths >= 0)
                 mine = self._index.objects.contains(ids) | (not self._machine.is_shared)
                 # What is another machine's is not ours to touch.
                 result = np.where(lengths < 0, Outcome.MISS, Outcome.CHANGED).astype(np.uint8)

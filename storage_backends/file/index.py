@@ -80,14 +80,19 @@ class FileIndex:
         self._ended.wait(timeout_s)
         return self._is_complete
 
-    def adopt(self, ids: ObjectIds, lengths: NDArray[np.int64], which: NDArray[np.bool_]) -> None:
-        """Take in objects met on the medium that other processes put, and counted.
+    @property
+    def adopts(self) -> bool:
+        """Whether `adopt` takes anything in.
 
         Alone, an unknown object is one that this process is just putting or removing, and adopting it would count it
         twice; while the scan runs they are left to the scan. On a directory of several machines an unknown object is
         most likely another machine's, which counts it and evicts it.
         """
-        if self._is_complete and not self._writers.is_alone() and not self._machine.is_shared and which.any():
+        return self._is_complete and not self._writers.is_alone() and not self._machine.is_shared
+
+    def adopt(self, ids: ObjectIds, lengths: NDArray[np.int64], which: NDArray[np.bool_]) -> None:
+        """Take in objects that other processes put, and counted, and that are on the medium now."""
+        if which.any() and self.adopts:
             self.objects.adopt(ids, lengths.astype(np.uint64), which)
 
     def forget(self, ids: ObjectIds, which: NDArray[np.bool_], as_of: int) -> None:

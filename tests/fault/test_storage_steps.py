@@ -234,6 +234,31 @@ def test_closing_during_another_look_at_the_directory_ends_it(tmp_path: Path, mo
     robbed.second.close()
 
 
+@pytest.mark.parametrize("verb", ["contains", "get_into"])
+def test_what_is_deleted_while_it_is_met_on_the_medium_is_not_known_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    robbed = Robbed(tmp_path)
+    robbed.second = robbed._second = robbed.open()
+    assert put(robbed.second, [7]) == [Outcome.OK]
+    native = "sizes" if verb == "contains" else "read"
+    met, asked = getattr(FileIo, native), ids_of([7])
+
+    def meanwhile(files: FileIo, *args: NDArray[np.generic]) -> NDArray[np.generic]:
+        answers: NDArray[np.generic] = met(files, *args)
+        monkeypatch.undo()
+        assert robbed.first.delete(asked).tolist() == [Outcome.OK]
+        return answers
+
+    with closing(robbed):
+        monkeypatch.setattr(FileIo, native, meanwhile)
+        target = Buffers.make(1, OBJECT_BYTES).segments()
+        found = robbed.first.contains(asked) if verb == "contains" else robbed.first.get_into(asked, target)
+        assert found.tolist() == [Outcome.OK], "it was there"
+        assert not robbed.first.known(asked).any()
+        assert robbed.first.contains(asked).tolist() == [Outcome.MISS]
+
+
 def test_what_is_set_aside_while_others_are_evicted_stays_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
