@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -157,14 +156,6 @@ class VllmServer(ServingProcess):
         """The sum of all samples of that name that have these labels, written `label="value"`."""
         own = (value for text, value in self.metrics().items() if _is(text, name, labels))
         return sum(own)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    """Waits for what an engine tells by and by."""
-    deadline_s = time.monotonic() + HANG_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def _is(sample: str, name: str, labels: Sequence[str]) -> bool:

@@ -7,10 +7,11 @@ import pytest
 from tests.engines.vllm.answers import FP32_TOLERANCE, assert_same
 from tests.engines.vllm.conftest import on
 from tests.engines.vllm.prompts import random_tokens
-from tests.engines.vllm.server import VllmServer, until
+from tests.engines.vllm.server import VllmServer
 from tests.engines.vllm.settings import BLOCK_SIZE
 from tests.engines.vllm.watch import Watch
 from tests.helpers.daemon import DaemonProcess, Home
+from tests.helpers.waiting import until
 
 RANKS = (0, 1)
 UNI, LETS_UNI = ("--distributed-executor-backend", "uni"), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

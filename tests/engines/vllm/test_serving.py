@@ -15,10 +15,11 @@ from tests.engines.vllm.answers import FP32_TOLERANCE, Answer, assert_same
 from tests.engines.vllm.conftest import on
 from tests.engines.vllm.events import Subscriber
 from tests.engines.vllm.prompts import random_tokens
-from tests.engines.vllm.server import HANG_S, KV_BYTES, VllmServer, until
+from tests.engines.vllm.server import HANG_S, KV_BYTES, VllmServer
 from tests.engines.vllm.settings import BLOCK_SIZE
 from tests.engines.vllm.watch import Watch
 from tests.helpers.daemon import DaemonProcess, Home
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 GROUP = "serving"
