@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from cachekernels.region import Region, RegionInvalid
 from cachekernels.wires import Shortcut
 from google.protobuf.message import Message
 
 from cachesvc.client.base import Declined
-from cachesvc.daemon.port import Opened, Port, SessionHandler, SessionOpener
+from cachesvc.daemon.port import Opened, Port, SessionHandler, SessionOpener, duplicates
 from cachesvc.node.node import Node
 from cachesvc.node.sessions import Session
 from cachesvc.outcomes import Reject
@@ -42,10 +43,13 @@ class EngineOpener(SessionOpener):
         finally:
             if offer is not None:
                 offer.close()
-        region = session.region
-        # Of our own: the node may close the region before they are sent.
-        region_fds = () if has_own else (os.dup(region.data_fd), os.dup(region.directory_fd))
-        handler = EngineHandler(self._node, session, self._limits.slice_keys)
+        with ExitStack() as undo:
+            undo.callback(self._node.lost, session)  # nobody else would end it
+            region = session.region
+            # Of our own: the node may close the region before they are sent.
+            region_fds = () if has_own else duplicates(undo, region.data_fd, region.directory_fd)
+            handler = EngineHandler(self._node, session, self._limits.slice_keys)
+            undo.pop_all()
         return Opened(handler, self._welcome(session, has_region=not has_own), region_fds)
 
     def _welcome(self, session: Session, *, has_region: bool) -> channel_pb2.Welcome:

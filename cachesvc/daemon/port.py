@@ -9,8 +9,10 @@ NOTE: a handler is called on the loop's thread, where nothing may block, apart f
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cachekernels.wires import Shortcut
@@ -105,3 +107,12 @@ class SessionOpener(ABC):
         hello and `peer` is a pidfd of the client's process, less than 0 where that cannot be seen; they stay the
         caller's. AttachRefused; BadMessage; StillBusy, instead of waiting for somebody else's work: to be called
         again."""
+
+
+def duplicates(undo: ExitStack, *fds: int) -> tuple[int, ...]:
+    """A duplicate of each, which `undo` closes. OSError: there can be no more."""
+    made = []
+    for fd in fds:
+        made.append(os.dup(fd))
+        undo.callback(os.close, made[-1])
+    return tuple(made)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 from cachekernels.wires import Shortcut
 from google.protobuf.message import Message
 
-from cachesvc.daemon.port import Opened, Port, SessionHandler, SessionOpener
+from cachesvc.daemon.port import Opened, Port, SessionHandler, SessionOpener, duplicates
 from cachesvc.node.node import Node
 from cachesvc.node.store_sessions import BadRequest, StoreSession
 from cachesvc.outcomes import Reject
@@ -28,6 +29,10 @@ class StoreOpener(SessionOpener):
         request = store_codec.open_request(hello.open_store, self._node.boot_id)
         session = self._node.managed.open(request, peer=peer)
         region = session.slab.region
+        with ExitStack() as undo:
+            undo.callback(self._node.managed.lost, session)  # nobody else would end it
+            region_fds = duplicates(undo, region.data_fd, region.directory_fd)
+            undo.pop_all()
         welcome = channel_pb2.Welcome(
             session_id=session.session_id,
             boot_id=self._node.boot_id,
@@ -45,7 +50,7 @@ class StoreOpener(SessionOpener):
                 takes_used=True,
             ),
         )
-        return Opened(StoreHandler(self._node, session), welcome, (os.dup(region.data_fd), os.dup(region.directory_fd)))
+        return Opened(StoreHandler(self._node, session), welcome, region_fds)
 
 
 class StoreHandler(SessionHandler):
