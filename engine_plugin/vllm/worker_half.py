@@ -282,7 +282,6 @@ class WorkerHalf:
         """The engine's tensors by layer. `fingerprint`: of the layout of the named layers. Tensors that cannot be
         copied turn this rank off, with a warning, and with it the cache. Those of a later call take the place of those
         of an earlier one."""
-        self._region.close()  # what copies with it knows the tensors of before
         try:
             blocks = find_blocks(kv_caches, num_blocks, layout_name)
             self._layout = fingerprint(blocks.layer_names)
@@ -292,6 +291,8 @@ class WorkerHalf:
         except Exception as error:
             log.exception("the engine's KV cache was not understood")
             self._why_off = self._why_off or f"the KV cache was not understood: {error}"
+        # What copies with it knows the tensors of before; last, or a copying thread makes it of those once more.
+        self._region.close()
         if self._why_off:
             log.warning("no cache below the device: %s", self._why_off)
 

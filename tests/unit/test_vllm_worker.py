@@ -462,11 +462,21 @@ class TestSettling:
         assert engine.poll()[2].ended[1].good.all()
 
 
-def test_tensors_that_take_the_place_of_others_are_the_ones_that_are_copied(engine: Engine) -> None:
+@pytest.mark.parametrize("copies_meanwhile", [False, True])
+def test_tensors_that_take_the_place_of_others_are_the_ones_that_are_copied(
+    engine: Engine, copies_meanwhile: bool
+) -> None:
     engine.stored(ints(0), ints(0))
     rank, wanted = engine.ranks[0], engine.ranks[0].block(0).copy()
     old, rank.tensors = rank.tensors, {name: torch.zeros_like(tensor) for name, tensor in rank.tensors.items()}
-    rank.half.register(rank.tensors, NUM_BLOCKS, "LBHNC", lambda names: "layout")
+
+    def fingerprint(names: object) -> str:
+        if copies_meanwhile:  # a copying thread's, to the tensors of before
+            rank.half.start_loads(engine.load(2, ints(4), ints(0)))
+            rank.run()
+        return "layout"
+
+    rank.half.register(rank.tensors, NUM_BLOCKS, "LBHNC", fingerprint)
     before = {name: tensor.clone() for name, tensor in old.items()}
     rank.half.start_loads(engine.load(1, ints(3), ints(0)))
     rank.run()
