@@ -151,7 +151,11 @@ class ManagedMemory:
                 self._make_room(request.tenant, num_frames * stride_bytes)
             region = self._hand_over.new_region(num_frames, request.page_bytes)
             with self._parts.state:
-                self._check_open()
+                try:
+                    self._check_open()
+                except AttachRefused:
+                    region.close()
+                    raise
                 slab = Slab(next(self._ids), self._parts, region, request.tenant)
                 self._slabs[request.tenant, request.page_bytes] = slab
                 return self._join(slab, request, peer)

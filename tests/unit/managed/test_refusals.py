@@ -2,9 +2,13 @@
 
 import numpy as np
 import pytest
+from cachekernels.region import RegionClosed
 
 from cachesvc.client.base import AttachRefused
 from cachesvc.identity import store_keys
+from cachesvc.node.hand_over import HandOver
+from cachesvc.node.node import Node
+from cachesvc.node.parts import NodeOptions
 from cachesvc.node.store_sessions import BadRequest
 from cachesvc.outcomes import AttachResult, Reject
 from tests.helpers.store_user import (
@@ -128,3 +132,19 @@ def test_a_client_that_scribbles_in_its_directory_harms_only_itself(bare):
     assert user.get(KEYS[:4]) == [MISS] * 4
     assert user.put(KEYS[:4]) == [OK] * 4
     assert user.get(KEYS[:4]) == [OK] * 4
+
+
+def test_memory_that_is_made_for_a_node_that_closes_meanwhile_is_given_back(monkeypatch):
+    node = Node([], manual=True, options=NodeOptions(managed_bytes=64 * PAGE_BYTES))
+    make, made = HandOver.new_region, []
+
+    def new_region(hand_over, *args):
+        made.append(make(hand_over, *args))
+        node.close()
+        return made[0]
+
+    monkeypatch.setattr(HandOver, "new_region", new_region)
+    with pytest.raises(AttachRefused, match="the node is closing"):
+        StoreUser(node)
+    with pytest.raises(RegionClosed):
+        made[0].count_frames()
