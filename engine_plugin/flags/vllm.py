@@ -11,6 +11,9 @@ CONNECTOR, MODULE = "CachesvcConnector", "engine_plugin.vllm.connector"
 FAILURE_POLICY = "recompute"
 """vLLM's default, `fail`, answers a request with an error when a page of its prefix could not be loaded."""
 
+LATE_END = ("--shutdown-timeout", "10")
+"""By default vLLM, told to end, kills its processes at once: a private node among them, which still writes."""
+
 
 def launch(wish: Wish) -> Launch:
     """The launch line. ConfigError (ValueError)."""
@@ -20,9 +23,10 @@ def launch(wish: Wish) -> Launch:
     if wish.group is not None:
         options["group"] = wish.group
     parse_config(options)
+    connector = ("--kv-transfer-config", json.dumps(transfer_config(options)))
     return Launch(
         engine="vllm",
-        argv=("vllm", "serve", wish.model or PLACEHOLDER, "--kv-transfer-config", json.dumps(transfer_config(options))),
+        argv=("vllm", "serve", wish.model or PLACEHOLDER, *connector, *(() if wish.storage is None else LATE_END)),
         options=options,
         notes=_notes(wish),
     )

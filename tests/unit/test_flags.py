@@ -70,6 +70,11 @@ def test_everything_that_is_said_arrives(capsys: pytest.CaptureFixture[str]) -> 
     assert words(told(capsys, "vllm", "--model", "a model"))[2] == "a model"
 
 
+def test_a_node_with_storage_is_given_time_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert words(told(capsys, *PRIVATE_FILE))[-2:] == ["--shutdown-timeout", "10"]
+    assert "--shutdown-timeout" not in words(told(capsys, "vllm", "--address", "private"))
+
+
 def test_json_says_the_same_as_the_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("vllm", "--model", "m", "--address", "unix:///run/x.sock")
     parsed = json.loads(told(capsys, *arguments, "--json"))
