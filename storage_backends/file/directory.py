@@ -158,7 +158,8 @@ class ObjectDirectory(StorageBackend):
                     result[result == Outcome.NO_SPACE] = Outcome.THROTTLED
                 numbers = self._write(ids, segments, result, guard, reused)
                 with self._naming:
-                    if self._index.objects.name(reservation, result == Outcome.OK):
+                    is_counted = self._index.objects.name(reservation, result == Outcome.OK)
+                    if is_counted and self._writers.is_registered():
                         self._publish(ids, numbers, result)
                     else:
                         self._give_up(ids, numbers, result)
@@ -228,7 +229,7 @@ class ObjectDirectory(StorageBackend):
             result[kept] = _put_outcomes(self._files.publish(ids, numbers, kept))[kept]
 
     def _give_up(self, ids: ObjectIds, numbers: NDArray[np.uint64], result: Outcomes) -> None:
-        """Somebody has counted the directory anew, without the room of results that are OK: they fail."""
+        """Whoever has counted the directory anew, or does so now, knows nothing of results that are OK: they fail."""
         kept = result == Outcome.OK
         self._files.discard(ids, numbers, kept)
         result[kept] = Outcome.FAILED

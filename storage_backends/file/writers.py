@@ -101,6 +101,10 @@ class _Counters:
         found = np.flatnonzero(words[::2] == token)
         return self.FIRST_PLACE + 2 * int(found[0]) if len(found) else None
 
+    def is_at(self, path: Path) -> bool:
+        """The page is the one that others find there. OSError: there is none."""
+        return os.path.samestat(os.stat(path), os.fstat(self._fd))
+
     def close(self) -> None:
         """The mapping ends."""
         self._memory.close()
@@ -126,7 +130,8 @@ class Writers:
             undo.callback(self._unregister)
             self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock_fd)
-            self._counters = _Counters(directory / USAGE)
+            self._usage = directory / USAGE
+            self._counters = _Counters(self._usage)
             undo.pop_all()
         self._joins_alone = -1
         self._count = 0
@@ -218,12 +223,13 @@ class Writers:
         return unnamed
 
     def is_registered(self) -> bool:
-        """Whether others can see that this process uses the directory, and it sees their count. Two system calls."""
+        """Whether others can see that this process uses the directory, and it sees their count. Four system calls."""
         try:
             named = os.stat(self._directory / self.token)
+            is_seen = os.path.samestat(named, os.fstat(self._token_fd)) and self._counters.is_at(self._usage)
         except OSError:
             return False
-        return os.path.samestat(named, os.fstat(self._token_fd)) and self.sees_count()
+        return is_seen and self.sees_count()
 
     def sees_count(self) -> bool:
         """Whether the shared count is still the one that this process joined."""

@@ -185,7 +185,9 @@ class Robbed:
         self.first.close()
 
 
-@pytest.mark.parametrize("what", ["registration removed", "count cut", "count emptied", "count written over"])
+@pytest.mark.parametrize(
+    "what", ["registration removed", "count cut", "count emptied", "count written over", "count removed"]
+)
 def test_who_is_counted_no_more_names_nothing(tmp_path: Path, what: str) -> None:
     """Its room is in no count: neither is it given back there, nor does it put anything that nobody counts."""
     robbed = Robbed(tmp_path)
@@ -196,6 +198,8 @@ def test_who_is_counted_no_more_names_nothing(tmp_path: Path, what: str) -> None
             robbed.registration().unlink()
         elif what == "count cut":
             os.truncate(usage, 0)
+        elif what == "count removed":
+            usage.unlink()
         else:
             usage.write_bytes(bytes(4096) if what == "count emptied" else b"\xff" * 4096)
 
