@@ -63,7 +63,7 @@ class _Counters:
     FIRST_PLACE = 8
     """From here on, two words for each writer: its token, 0 where there is none, and its bytes without a name."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self.make_whole()
@@ -101,7 +101,7 @@ class _Counters:
         found = np.flatnonzero(words[::2] == token)
         return self.FIRST_PLACE + 2 * int(found[0]) if len(found) else None
 
-    def is_at(self, path: Path) -> bool:
+    def is_at(self, path: str) -> bool:
         """The page is the one that others find there. OSError: there is none."""
         return os.path.samestat(os.stat(path), os.fstat(self._fd))
 
@@ -125,12 +125,13 @@ class Writers:
         self._directory = directory / _DIRECTORY
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self.token = secrets.token_hex(8)
+        # As text: joining paths takes longer than looking there, which each put does.
+        self._name, self._usage = (os.fspath(path) for path in (self._directory / self.token, directory / USAGE))
         with ExitStack() as undo:
             self._token_fd = self._register()
             undo.callback(self._unregister)
             self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             undo.callback(os.close, self._lock_fd)
-            self._usage = directory / USAGE
             self._counters = _Counters(self._usage)
             undo.pop_all()
         self._joins_alone = -1
@@ -225,7 +226,7 @@ class Writers:
     def is_registered(self) -> bool:
         """Whether others can see that this process uses the directory, and it sees their count. Four system calls."""
         try:
-            named = os.stat(self._directory / self.token)
+            named = os.stat(self._name)
             is_seen = os.path.samestat(named, os.fstat(self._token_fd)) and self._counters.is_at(self._usage)
         except OSError:
             return False
