@@ -42,23 +42,43 @@ def command(argv: Sequence[str]) -> int:
         wanted = parser.parse_args(argv)
     except SystemExit as ended:
         return int(ended.code or 0)
-    info = read_run_info(wanted.socket)
-    if info is None:
-        where = "" if wanted.socket == default_socket_path() else f" --socket {shlex.quote(str(wanted.socket))}"
-        return _fail(f"no daemon at {wanted.socket}; `cachesvc up{where}` starts one", 3)
-    if not info.admin_url:
-        return _fail(f"the daemon with pid {info.pid} has no admin door open (yet, or admin.enabled is false)", 1)
     try:
-        answers = {part: _get(f"{info.admin_url}/api/{part}") for part in PARTS}
-    except (OSError, ValueError) as error:
-        if not _is_alive(info.pid):
-            return _fail(f"no daemon at {wanted.socket}: the last one, pid {info.pid}, was killed", 3)
-        return _fail(f"the daemon with pid {info.pid} does not answer at {info.admin_url}: {error}", 1)
+        answers = _ask(wanted.socket)
+    except _NoAnswer as told:
+        return _fail(str(told), told.status)
     if wanted.json:
         print(json.dumps(answers, indent=1))
     else:
         _try_to_show(answers)
     return 0 if answers["node"]["is_ready"] else 1
+
+
+class _NoAnswer(Exception):
+    """Why there is nothing to show, and the exit status that says so."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def _ask(path: Path) -> dict[str, Any]:
+    """What the daemon at this socket answers, by part. Raises _NoAnswer."""
+    try:
+        info = read_run_info(path)
+    except PermissionError as error:
+        trouble = f"{error.filename}: {error.strerror}; a socket is its daemon's user's alone: ask as that user"
+        raise _NoAnswer(trouble, 1) from error
+    if info is None:
+        where = "" if path == default_socket_path() else f" --socket {shlex.quote(str(path))}"
+        raise _NoAnswer(f"no daemon at {path}; `cachesvc up{where}` starts one", 3)
+    if not info.admin_url:
+        raise _NoAnswer(f"the daemon with pid {info.pid} has no admin door open (yet, or admin.enabled is false)", 1)
+    try:
+        return {part: _get(f"{info.admin_url}/api/{part}") for part in PARTS}
+    except (OSError, ValueError) as error:
+        if not _is_alive(info.pid):
+            raise _NoAnswer(f"no daemon at {path}: the last one, pid {info.pid}, was killed", 3) from error
+        raise _NoAnswer(f"the daemon with pid {info.pid} does not answer at {info.admin_url}: {error}", 1) from error
 
 
 def _is_alive(pid: int) -> bool:

@@ -115,9 +115,11 @@ def lock_path(socket_path: Path) -> Path:
 
 def read_run_info(socket_path: Path) -> RunInfo | None:
     """What the daemon at this socket announced; None where there is none (one that died without a chance to clean up
-    still has its text there)."""
+    still has its text there). PermissionError: it is another user's, and whether it is there cannot be told."""
     try:
         return RunInfo(**json.loads(lock_path(socket_path).read_text()))
+    except PermissionError:
+        raise
     except (OSError, ValueError, TypeError):
         return None
 

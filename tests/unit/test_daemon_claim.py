@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cachesvc.commands.status import command as status
 from cachesvc.daemon.claim import Claim, RunInfo, SocketTaken, lock_path, read_run_info
 
 
@@ -144,3 +145,19 @@ def test_text_that_no_daemon_wrote_is_nothing(path, text):
     path.parent.mkdir()
     lock_path(path).write_text(text)
     assert read_run_info(path) is None
+
+
+def test_a_claim_that_may_not_be_read_is_not_taken_for_none(path, monkeypatch, capsys):
+    """`status` of another user's daemon does not advise to start one."""
+
+    def refuse(place, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(place))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(PermissionError):
+        read_run_info(path)
+    assert status(["--socket", str(path)]) == 1
+    told = capsys.readouterr().err
+    assert f"{lock_path(path)}: Permission denied" in told
+    assert "ask as that user" in told
+    assert "cachesvc up" not in told
