@@ -33,6 +33,13 @@ NO_DEFAULT = re.compile(r" \(default(: None| factory: .*)\)$")
 """Behind the help of a flag whose default is decided later; its description says how."""
 SHORTCUTS = {"channel.socket": "socket"}
 TIER_HEADER = "[[tier]]"
+OPTIONS_HEADER = "[tier.options]"
+SECTIONS = tuple(
+    name
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+)
+"""Tables of the file. As flags, which take one as JSON, they are not told of."""
 
 
 def load_config(prog: str, argv: Sequence[str], about: str = "") -> Config:
@@ -100,7 +107,8 @@ class _FlagParser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].split("=")[0]
-            raise ConfigError(f"unknown flag {name}; {hint(name, self._option_string_actions)}")
+            valid = (flag for flag in self._option_string_actions if flag.removeprefix("--") not in SECTIONS)
+            raise ConfigError(f"unknown flag {name}; {hint(name, valid)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -171,12 +179,17 @@ def _holds(values: Any, place: tuple[int | str, ...]) -> bool:
 
 
 def _hint(place: tuple[int | str, ...]) -> str:
-    """What may be meant by an unknown name: one of its place, or, at the top of a file, of a section."""
+    """What may be meant by an unknown name: one of its place, else one that belongs elsewhere."""
     name = str(place[-1])
-    homes = [key for key in Config.model_fields if len(place) == 1 and name in _siblings((key, name))]
-    if len(homes) != 1:
-        return hint(name, _siblings(place))
-    return f"it belongs below {TIER_HEADER if homes == ['tier'] else f'[{homes[0]}]'}"
+    homes = [key for key in Config.model_fields if name in _siblings((key, name))]
+    if len(homes) == 1:
+        return f"it belongs below {TIER_HEADER if homes == ['tier'] else f'[{homes[0]}]'}"
+    meant = hint(name, _siblings(place))
+    return f"{meant}; options of its backend belong below {OPTIONS_HEADER}" if _is_of_a_tier(place) else meant
+
+
+def _is_of_a_tier(place: tuple[int | str, ...]) -> bool:
+    return len(place) > 1 and place[0] == "tier"
 
 
 def _siblings(place: tuple[int | str, ...]) -> list[str]:

@@ -95,6 +95,9 @@ def test_tiers_from_each_source(file, monkeypatch):
         ('[admin]\nhosts = "x"\n', "admin.hosts", "'host'"),
         ("workers = 3\n", "workers", "it belongs below [node]"),
         ('backend = "file"\n', "backend", "it belongs below [[tier]]"),
+        ('[node]\nsocket = "/x"\n', "node.socket", "it belongs below [channel]"),
+        ("[memory]\nttl_s = 1\n", "memory.ttl_s", "it belongs below [[tier]]"),
+        ('[[tier]]\nbackend = "file"\npath = "/x"\n', "tier[0].path", "belong below [tier.options]"),
     ],
 )
 def test_an_unknown_key_in_the_file_names_the_nearest_and_the_file(file, text, key, nearest):
@@ -103,6 +106,13 @@ def test_an_unknown_key_in_the_file_names_the_nearest_and_the_file(file, text, k
     assert f"unknown key {key} " in message
     assert nearest in message
     assert flags[1] in message
+
+
+def test_an_unknown_flag_is_told_of_flags_that_help_has():
+    message = refusal("--json")
+    assert "unknown flag --json; valid: --admin.enabled, " in message
+    for whole_table in ("--admin,", "--node,", "--memory,"):
+        assert whole_table not in message
 
 
 def test_a_tier_in_single_brackets_is_told_of_two(file):
