@@ -84,7 +84,8 @@ def open_backend(options: Mapping[str, object]) -> RedisBackend:
         except StorageError as error:
             backend.close()
             raise StorageConfigError(
-                f"url: {backend.url()}: {error}; see to it, or set check_at_start = false to start without it"
+                f"url: {backend.url()}: {error}; see to it, or start without it: with optional = true for a daemon's "
+                "tier, else with check_at_start = false"
             ) from error
     return backend
 

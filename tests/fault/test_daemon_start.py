@@ -71,7 +71,7 @@ CASES = {
     "a Redis that is not there": (
         tiers({"backend": "redis", "options": {"url": "redis://127.0.0.1:1/0"}}),
         2,
-        ["tier[0] (redis)", "url", "refused", "check_at_start = false"],
+        ["tier[0] (redis)", "url", "refused", "optional = true for a daemon's tier"],
     ),
     "an S3 that is not there": (
         tiers({"backend": "s3", "options": {"bucket": "b", "endpoint": "http://127.0.0.1:1", **S3_KEYS}}),
