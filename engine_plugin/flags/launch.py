@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TypeAlias
 
-from engine_plugin.hicache.config import PRIVATE
+from engine_plugin.hicache.config import AUTO, PRIVATE
 
 PLACEHOLDER = "MODEL"
 """Stands where the model's name belongs when none was given."""
@@ -27,10 +27,11 @@ class Wish:
     def node_options(self) -> dict[str, object]:
         """Which node, and its storage, as every plug-in calls them. ValueError: storage that a daemon would refuse."""
         if self.storage is not None and self.address != PRIVATE:
+            when = " as soon as a daemon answers" if self.address == AUTO else ""
             raise ValueError(
                 f"--storage {self.storage} is for a node of the engine's own, and with --address {self.address} an "
-                "error as soon as a daemon answers, which has storage of its own: say --address private, or give the "
-                "tier to the daemon (cachesvc up --config FILE, sections [[tier]])"
+                f"error{when}, because a daemon has storage of its own: say --address private, or give the tier to the "
+                "daemon (cachesvc up --config FILE, sections [[tier]])"
             )
         options: dict[str, object] = {"address": self.address}
         if self.storage is not None:

@@ -97,7 +97,10 @@ def test_a_private_node_without_storage_is_said_to_forget(capsys: pytest.Capture
         (["vllm", "--addres", "auto"], "did you mean --address"),
         (["vllm", "--address", "tcp://1.2.3.4"], "address"),
         (["vllm", "--address", "unix://relative"], "address"),
-        (["vllm", "--address", "unix:///a.sock", "--storage", "file"], "storage of its own: say --address private"),
+        (
+            ["vllm", "--address", "unix:///a.sock", "--storage", "file"],
+            "--address unix:///a.sock an error, because a daemon",
+        ),
         (["vllm", "--storage", "file"], "--address auto an error as soon as a daemon answers"),
         ([*PRIVATE_FILE, "--storage-config", '{"pth": "/x"}'], "storage_config: storage backend 'file' has no option"),
         (["vllm", "--address", "private", "--storage", "s3"], "storage_config: bucket=None"),
