@@ -7,6 +7,7 @@
     `-- StorageFailed            permanent: trying again will not help (read-only medium, permission, I/O error)
         |-- StorageClosed        the backend was closed; a bug of the caller
         `-- StorageConfigError   found while opening: unknown key, bad value, unusable directory (also a ValueError)
+                `-- UnknownOption   ... a key that the backend does not have
 
 What happens to single objects is an `Outcome` per object and never an exception. An exception means that the call as a
 whole was not carried out. Whether it may be tried again is a property of the error, so that a retry layer needs no
@@ -72,3 +73,11 @@ class StorageClosed(StorageFailed):
 
 class StorageConfigError(StorageFailed, ValueError):
     """The configuration cannot work; the message names the key, the value and what would be valid."""
+
+
+class UnknownOption(StorageConfigError):
+    """A key that the backend does not have; `option` is its name."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.option = option

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from storage_backends.errors import StorageConfigError
+from storage_backends.errors import StorageConfigError, UnknownOption
 
 UNITS = {
     "": 1,
@@ -27,12 +27,12 @@ _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def check_names(backend: str, given: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raises StorageConfigError for a key that is not known, naming the nearest one that is."""
+    """Raises UnknownOption for a key that is not known, naming the nearest one that is."""
     valid = sorted(known)
     for name in given:
         if name in valid:
             continue
-        raise StorageConfigError(f"storage backend {backend!r} has no option {name!r}; {hint(name, valid)}")
+        raise UnknownOption(f"storage backend {backend!r} has no option {name!r}; {hint(name, valid)}", name)
 
 
 def hint(name: str, valid: Iterable[str]) -> str:

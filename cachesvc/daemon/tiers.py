@@ -14,7 +14,7 @@ from cachesvc.config.model import ConfigError, TierConfig
 from cachesvc.node.tiers import Tier, TierOptions, check_places, demotions
 from storage_backends.base import OBJECT_ID_BYTES, Outcome, StorageBackend
 from storage_backends.bounds import as_bounded, in_bounds
-from storage_backends.errors import StorageConfigError, StorageError
+from storage_backends.errors import StorageConfigError, StorageError, UnknownOption
 from storage_backends.layers.expiry import ExpiryLayer, check_dated
 from storage_backends.registry import WITHOUT_SERVICE, look_at_backend, open_backend
 
@@ -59,6 +59,10 @@ def _open(index: int, config: TierConfig, takes_part: bool) -> tuple[StorageBack
     open_one = open_backend if takes_part else look_at_backend
     try:
         backend = _bounded(lambda: open_one(config.backend, _options(config)), OPEN_S)
+    except UnknownOption as error:
+        is_ours = error.option in TierConfig.model_fields
+        where = "; as a key of the tier it belongs above [tier.options]" if is_ours else ""
+        raise ConfigError(f"{place}: {error}{where}") from error
     except StorageConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
     except (StorageError, OSError, TimeoutError) as error:

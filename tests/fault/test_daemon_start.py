@@ -42,6 +42,11 @@ S3_KEYS = {"access_key_id": "AK", "secret_access_key": "SK"}
 CASES = {
     "misspelt key": (["--node.worker", "3"], 2, ["--node.worker", "'--node.workers'"]),
     "misspelt option": (tiers(file_tier(pth="x")), 2, ["tier[0] (file)", "'pth'", "'path'"]),
+    "a key of the tier among its options": (
+        tiers(file_tier(optional=True)),
+        2,
+        ["tier[0] (file)", "'optional'", "it belongs above [tier.options]"],
+    ),
     "unknown backend": (tiers({"backend": "fiel"}), 2, ["tier[0].backend", "'file'"]),
     "more memory than there is": (
         tiers(memory_tier("8 TiB")),
