@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +39,12 @@ def default_socket_path() -> Path:
     return Path(tempfile.gettempdir()) / f"cachesvc-{os.geteuid()}" / SOCKET_NAME
 
 
+def start_command(path: Path) -> str:
+    """What starts a daemon that listens at `path`, for messages."""
+    where = "" if path == default_socket_path() else f" --socket {shlex.quote(str(path))}"
+    return f"cachesvc up{where}"
+
+
 def socket_path_of(address: str, words: Sequence[str] = ("private", "auto")) -> Path:
     """The path in a `unix://` address. ValueError: it is none, the path is not absolute, or no socket can have it.
     words: what the caller would have taken instead."""
@@ -61,6 +68,9 @@ def dial_socket(path: Path) -> Dial:
         try:
             sock.settimeout(CONNECT_TIMEOUT_S)
             sock.connect(os.fspath(path))
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            sock.close()
+            raise NodeAway(f"{path}: no daemon listens there; `{start_command(path)}` starts one") from error
         except OSError as error:
             sock.close()
             raise NodeAway(f"{path}: {error}") from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cachesvc.client.connect import default_socket_path
+from cachesvc.client.connect import default_socket_path, start_command
 from cachesvc.command_line import Parser
 from cachesvc.daemon.claim import read_run_info
 from cachesvc.daemon.summary import cap_of, size
@@ -69,8 +68,7 @@ def _ask(path: Path) -> dict[str, Any]:
         trouble = f"{error.filename}: {error.strerror}; a socket is its daemon's user's alone: ask as that user"
         raise _NoAnswer(trouble, 1) from error
     if info is None:
-        where = "" if path == default_socket_path() else f" --socket {shlex.quote(str(path))}"
-        raise _NoAnswer(f"no daemon at {path}; `cachesvc up{where}` starts one", 3)
+        raise _NoAnswer(f"no daemon at {path}; `{start_command(path)}` starts one", 3)
     if not info.admin_url:
         raise _NoAnswer(f"the daemon with pid {info.pid} has no admin door open (yet, or admin.enabled is false)", 1)
     try:

@@ -1,5 +1,6 @@
 """Where a node is looked for, and whom a client does not trust to be one."""
 
+import socket
 import tempfile
 
 import pytest
@@ -83,3 +84,16 @@ def test_a_socket_that_others_could_have_put_there_is_not_trusted(door):
         dial_socket(door.path)()
     door.path.parent.chmod(0o700)
     dial_socket(door.path)().close()
+
+
+def test_where_no_daemon_listens_it_is_said_how_one_is_started(tmp_path, monkeypatch):
+    path = tmp_path / "no body"
+    with pytest.raises(NodeAway, match=rf"no daemon listens there; `cachesvc up --socket '{path}'` starts one"):
+        dial_socket(path)()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with pytest.raises(NodeAway, match="no daemon listens there"):
+        dial_socket(path)()
+    monkeypatch.setattr(connect, "default_socket_path", lambda: path)
+    with pytest.raises(NodeAway, match="`cachesvc up` starts one"):
+        dial_socket(path)()
