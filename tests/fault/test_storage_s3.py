@@ -279,8 +279,10 @@ class TestSlowness:
         """Kept open by us, half closed by the other side: the next call takes a new one and does not fail."""
         with opened(scripted.options, connections=1) as backend:
             for _ in range(3):
-                scripted.add("GET", half_close(bytes(SIZE)))
+                closed = threading.Event()
+                scripted.add("GET", half_close(bytes(SIZE), closed))
                 assert get(backend) == [Outcome.OK]
+                assert closed.wait(HANG_S)
         assert scripted.num_connections >= 3
 
     def test_one_connection_per_thread_and_no_more(

@@ -71,12 +71,13 @@ def chunked(body: bytes) -> Answer:
     return answer
 
 
-def half_close(body: bytes) -> Answer:
-    """An object, and no more from this side; the other side is still heard."""
+def half_close(body: bytes, closed: threading.Event) -> Answer:
+    """An object, and no more from this side, `closed` from then on; the other side is still heard."""
 
     def answer(connection: Connection) -> None:
         connection.reply(200, body)
         connection.socket.shutdown(socket.SHUT_WR)
+        closed.set()
 
     return answer
 
