@@ -154,7 +154,7 @@ uint64_t ObjectIndex::change_total(const Change& change) const {
         std::atomic_ref<uint64_t> total(*total_);
         uint64_t now = total.load();
         do {
-            if (count_ && load_count(count_) != own_count_) return;
+            if (!is_own_count()) return;
         } while (!total.compare_exchange_weak(now, change(now)));
         before = now;
     };
@@ -172,17 +172,22 @@ void ObjectIndex::sub_total(uint64_t bytes) {
     change_total([bytes](uint64_t now) { return now > bytes ? now - bytes : 0; });
 }
 
+// To be called where faults are guarded.
+bool ObjectIndex::is_own_count() const { return !count_ || load_count(count_) == own_count_; }
+
 bool ObjectIndex::is_counted() const {
-    bool is_counted = !count_;
-    if (count_) guarded_each(1, [&](size_t) { is_counted = load_count(count_) == own_count_; }, [](size_t) {});
+    bool is_counted = false;
+    guarded_each(1, [&](size_t) { is_counted = is_own_count(); }, [](size_t) {});
     return is_counted;
 }
 
 // Memory that is gone shows nothing; in another count the place may be somebody else's.
 void ObjectIndex::set_unnamed(uint64_t bytes) {
     unnamed_ = bytes;
-    if (!shown_unnamed_ || !is_counted()) return;
-    const auto body = [this](size_t) { std::atomic_ref<uint64_t>(*shown_unnamed_).store(unnamed_); };
+    if (!shown_unnamed_) return;
+    const auto body = [this](size_t) {
+        if (is_own_count()) std::atomic_ref<uint64_t>(*shown_unnamed_).store(unnamed_);
+    };
     guarded_each(1, body, [](size_t) {});
 }
 

@@ -131,6 +131,7 @@ class ObjectIndex {
     std::vector<Victim> choose_victims(uint64_t to_free) const;
     void remove_victims(const std::vector<Victim>& victims);
     void forget_victims(const Plan& plan);
+    bool is_own_count() const;
     bool is_counted() const;
     static uint64_t refuse_from_end(const uint64_t* bytes, size_t count, uint8_t* admission, uint64_t too_much);
     template <class Change>

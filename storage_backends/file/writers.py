@@ -84,12 +84,12 @@ class _Counters:
     def __getitem__(self, word: int) -> int:
         return int.from_bytes(gather(*self._range(word)), "little")
 
+    def __setitem__(self, word: int, value: int) -> None:
+        scatter(value.to_bytes(8, "little"), *self._range(word))
+
     def is_complete(self) -> bool:
         """The total is that of a count in which everything is."""
         return self[self.COMPLETE] == self[self.COUNT] ^ _ALL_BITS
-
-    def __setitem__(self, word: int, value: int) -> None:
-        scatter(value.to_bytes(8, "little"), *self._range(word))
 
     def clear_places(self) -> None:
         """Nobody has one."""
