@@ -1,7 +1,9 @@
 """A wire that is served by an exchange, and what has arrived at its other end."""
 
 import contextlib
+import struct
 
+import pytest
 from cachekernels.wires import Exchange, Wire
 
 from cachesvc.rpc.framing import FrameReader
@@ -30,6 +32,17 @@ class Exchanged:
 
     def close(self):
         self.exchange.close()
+
+
+def check_left_alone(served, sock, message):
+    """Sends `message` from the other end: it is left to the caller, nothing is answered and nothing counted."""
+    sock.sendall(struct.pack("<I", len(message)) + message)
+    assert served.messages() == [message]
+    sock.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        sock.recv(1)
+    assert served.shortcut.last == 0
+    assert served.exchange.take_num_pages() == (0, 0, 0)
 
 
 def arrived(kind, sock):
